@@ -94,8 +94,8 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def newest_run(argument: str, *names: str) -> Path:
-    """Print and return the path of the run in runs/ whose `names` files include the most recently
-    changed one.
+    """Find the run in runs/ whose files `names` changed most recently, print its path and return
+    it.
 
     argument: the missing argument, shown in messages. Raises ValueError if no run has these files.
     """

@@ -71,8 +71,7 @@ def freeze(model: nn.Module, part: str | int) -> None:
 
 
 def frozen_parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each entirely frozen submodule that is not part of a larger
-    frozen submodule."""
+    """Yield the outermost submodules of `model` that are entirely frozen, with their names."""
     for name, module in model.named_children():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
