@@ -111,7 +111,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""Maps the name of a row to its possible settings, which apply to any model."""
+"""Maps the name of each row to the settings to choose from, which work with any model."""
 
 VIT: Choices = {
     "dropout": [
@@ -151,7 +151,7 @@ VIT: Choices = {
         ),
     ],
 }
-"""Rows with settings that only this project's ViT supports."""
+"""Rows whose settings work only with this project's ViT."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)

@@ -278,7 +278,7 @@ class World:
     def _exchange(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
         """Return whether any rank has a problem, and the message of rank 0 if it has one.
 
-        Raises StoreLost, and RankLost if a rank does not respond.
+        Raises StoreLost if the store does not answer, and RankLost if a rank does not respond.
         """
         store = self.store
         assert store is not None, "there are other ranks"

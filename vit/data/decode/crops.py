@@ -205,8 +205,8 @@ def decode_center(
     Pixels equal those of torchvision's `v2.Resize` and `v2.CenterCrop` on a tensor. If
     `view.resizer` is pillow, they equal those of torchvision and timm's `create_transform` on a
     Pillow image. For a JPEG, only the visible part is decoded. With `view.apply_exif`, the image is
-    first rotated upright. Returns (channels, height, width) uint8. Raises ValueError like
-    `decode_box`.
+    first rotated upright. Returns (channels, height, width) uint8. Raises ValueError in the same
+    cases as `decode_box`.
     """
     data = upright(data, channels) if view.apply_exif else data
     try:

@@ -62,7 +62,7 @@ def forward_work(
 ) -> tuple[Work, Work]:
     """Return the work of a forward pass for one image, and the part of it in trained layers.
 
-    `model` comes from `create_model` and is not wrapped. The other arguments are those of
+    `model` comes from `create_model` and is not wrapped. The other arguments are the same as for
     `vit.training.model_summary.flops_per_image`.
     """
     frozen = dict(frozen_parts(model))
