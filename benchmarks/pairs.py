@@ -99,7 +99,7 @@ PAIRS = (
 
 
 class Bench:
-    """The trainings of all arms on one data set."""
+    """The training runs of all arms on one data set."""
 
     def __init__(self, data: Path, work: Path, overrides: Sequence[str]):
         self.data = data

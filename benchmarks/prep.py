@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)
 IN_MEMORY = Path("/dev/shm")
 STARTING_S = 4.0
-"""The seconds that a worker process needs to start and warm up."""
+"""The time that a worker process takes to start and warm up."""
 WARM_UP = 100
 DD = "dd of the same bytes"
 SHARD_WRITER = "webdataset ShardWriter <- nested tar"

@@ -133,7 +133,7 @@ def _members(path: Path, needed: tuple[str, ...] = ()) -> Iterator[tuple[str, by
 def source(path: Path, classes: int | None = None) -> Source:
     """Return a `Source` for an archive or a folder. classes: 10 or 100, if `path` may contain both.
 
-    Raises PrepError like `find_place`.
+    Raises PrepError in the same cases as `find_place`.
     """
     kind, place = find_place(path, classes)
     records = partial(_records, kind, place)

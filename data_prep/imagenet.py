@@ -71,7 +71,7 @@ FAULTS = {
     "contradicted": ("have another class in the label file", "correct the folder or the file"),
     "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet is so large"),
 }
-"""Maps each kind of fault that --partial does not allow to an error message and a hint."""
+"""Maps each kind of fault that is an error even with --partial to its error message and a hint."""
 Faults = defaultdict[str, list[str]]
 """Maps faults to image names. "unknown" lists WNIDs, and "ignored" lists files of other types."""
 

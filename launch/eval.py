@@ -178,7 +178,7 @@ def _read(
         except ValueError as error:
             if not args.finetune:
                 raise
-            # Weights without a head can be fine-tuned, but have no accuracy before fine-tuning.
+            # Weights without a head can be fine-tuned, but cannot be evaluated before fine-tuning.
             problem = str(error)
         return loaded
 

@@ -85,9 +85,9 @@ class Torchrun:
     def run(self, arguments: Sequence[str], environment: dict[str, str], outcome_file: Path) -> int:
         """Run launch/train.py with `arguments` and return torchrun's exit status.
 
-        `outcome_file` exists after the ranks on all hosts finish. torchrun then waits for torchrun
-        on other hosts. If SIGTERM ended torchrun on another host, this wait takes five minutes and
-        ignores SIGTERM, so torchrun is killed after `LEAVE_S`.
+        `outcome_file` is written once the ranks on all hosts have finished. torchrun then waits for
+        the torchrun processes on the other hosts. If SIGTERM ended torchrun on another host, this
+        wait takes five minutes and ignores SIGTERM, so torchrun is killed after `LEAVE_S`.
         """
         # torchrun starts its ranks with this Python.
         python = environment.get("PYTHON_EXEC", sys.executable)

@@ -34,7 +34,8 @@ def main() -> None:
     if name in COMMANDS:
         script = LAUNCH / f"{name}.py"
         sys.argv = [str(script), *sys.argv[2:]]
-        # The scripts import check_versions from their folder, which python would add to sys.path.
+        # The scripts import check_versions from their own folder. `python launch/NAME.py` would add
+        # that folder to sys.path.
         sys.path.insert(0, str(LAUNCH))
         runpy.run_path(str(script), run_name="__main__")
     elif name == "prep":

@@ -2,7 +2,7 @@
 
 `build` opens and checks the data, computes the plan, creates the model, the optimizer and the
 training step, and loads the newest checkpoint if the run folder contains one. metrics.jsonl is
-opened last, after everything else has succeeded. `Parts` contains the hooks and functions that the
+opened last, after everything else has succeeded. `Parts` lists the hooks and functions that the
 config adds to a plain run.
 """
 
@@ -53,7 +53,7 @@ def build(
     signals = StopSignals()
     try:
         # 1. Lock the run folder if it exists. A new folder is created and locked only in part 6, so
-        # that a mistake in the config does not leave an empty folder behind.
+        # that no empty folder remains after a mistake in the config.
         check_same_settings(config_io.to_dict(config), world)
         world.main_first(lambda: place.lock(lock) if world.is_main else None)
         run = _build(
@@ -93,7 +93,8 @@ def _build(
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks start from the same weights, given by a seed, file or checkpoint.
+    # 3. The model. All ranks start from the same weights, which come from a seed, a file or a
+    # checkpoint.
     with world.fail_together(), nullcontext() if newest is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
@@ -115,7 +116,8 @@ def _build(
     evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
     times.end("model")
 
-    # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint into them.
+    # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint's values into these
+    # tensors.
     state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if newest is not None:
         folder, info = newest
@@ -124,7 +126,7 @@ def _build(
         checkpoints.load_checkpoint(folder, train_step)
         times.end("checkpoint")
 
-    # 6. metrics.jsonl. Rank 0 goes first because it creates the folder.
+    # 6. metrics.jsonl. Rank 0 starts first, because it creates the folder.
     record = world.main_first(
         lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
     )

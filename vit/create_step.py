@@ -33,16 +33,17 @@ def create_train_step(
 ) -> TrainStep:
     """Move `model` to its device, compile and wrap it, and return its training step.
 
-    is_filled_later: whether a checkpoint will replace all weights on every rank.
+    is_filled_later: whether a checkpoint is loaded afterwards, which replaces all weights on every
+    rank.
     """
     model.to(world.device)
-    # The order matters. The EMA copies the model, so it is created before compilation. The
-    # optimizer refers to the parameters, so it is created after wrapping. DDP keeps the parameter
-    # objects. `fully_shard` would replace these objects, so the EMA would also have to be created
-    # after wrapping.
     with world.fail_together():
         set_residual_dtype(model, config.train.residual_dtype)
         choose_attention(model, config.train, world.device)
+    # The order matters. The EMA copies the model, so it is created before compilation. The
+    # optimizer refers to the parameters, so it is created after wrapping. DDP does not replace the
+    # parameters. With `fully_shard`, which does, the EMA would also have to be created after
+    # wrapping.
     ema = create_average(model, config.ema, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)

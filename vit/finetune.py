@@ -49,8 +49,9 @@ def finetune(
 
     base: the config of `loaded`, or None if the weights cannot be evaluated before training;
     `problem` then gives the reason. build_run: a function that builds the run for `tuned`
-    (`vit.extras.compose.build_run`). as_json: also print one JSON object on stdout (see
-    `launch/eval.py`). Raises ValueError if the run in the folder started from different weights.
+    (`vit.extras.compose.build_run`). as_json: whether to print one JSON object on stdout as well
+    (see `launch/eval.py`). Raises ValueError if the run in the folder started from different
+    weights.
     """
     assert tuned.run.dir is not None, "load_config names the run folder"
     with world.fail_together():
@@ -115,7 +116,7 @@ def finetune(
 def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
     """Raise ValueError if the run in `run_dir` started from different weights.
 
-    place: the folder or URL shown in the message.
+    place: the folder or URL to show in the message.
     """
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:

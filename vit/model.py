@@ -10,8 +10,8 @@ registers), N = P + h*w tokens, and D = `embed_dim`.
 4. Pooling    (B, N, D)    -> (B, D)         class token, or patch mean      norm, fc_norm
 5. Head       (B, D) -> (B, num_classes)     linear, optional tanh layer     pre_logits, head
 
-Comments quote the equations of Dosovitskiy et al. 2021 (arXiv 2010.11929). Additions from later
-papers, such as rotary positions, are off by default. Each addition has an argument of
+Comments quote the equations of Dosovitskiy et al. 2021 (arXiv 2010.11929). Features from later
+papers, such as rotary positions, are off by default. Each feature is an argument of
 `VisionTransformer` and a module in `vit.layers`. Argument names and state-dict keys match timm's
 (huggingface/pytorch-image-models:timm/models/vision_transformer.py), so each library can load the
 other's weights. The name `timm/<name>` creates a timm model.
@@ -134,8 +134,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x, rope)
         # Compute softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never
-        # stores the N x N attention matrix. The function ignores `self.training`, so set dropout to
-        # 0 in evaluation.
+        # stores the N x N attention matrix. The function does not know about `self.training`, so
+        # pass a dropout rate of 0 in evaluation.
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         # [SA_1; ...; SA_heads] U_msa (equation 8)
@@ -309,8 +309,8 @@ class VisionTransformer(nn.Module):
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
         positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
         if pos == "sincos2d":
-            # A checkpoint's positions can be resampled to other image sizes, so store even constant
-            # positions in the state dict.
+            # Positions are resampled when a checkpoint is loaded at another image size, so store
+            # even constant positions in the state dict.
             self.register_buffer("pos_embed", positions)
         else:
             self.pos_embed = nn.Parameter(positions) if pos == "learn" else None
@@ -408,10 +408,10 @@ class VisionTransformer(nn.Module):
           normal, std 0.02. Class token: normal, std 1e-6. Biases: 0 (`init_weights_vit_timm`).
         - Patches: LeCun normal (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
-        - Norms and other modules: their own `reset_parameters`.
+        - Norms and other modules: initialized by their own `reset_parameters`.
         - `weight_init` replaces these rules with those of timm or JAX (`vit.layers.init`).
         """
-        # Do not reorder these calls, or the same seed will give different weights.
+        # Do not reorder these calls: the same seed would give different weights.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 # As in timm, few values are truncated: torch's bounds are -2 and 2, not two stds.
@@ -438,7 +438,7 @@ class VisionTransformer(nn.Module):
         draw_as(self.weight_init, self, self.patch_embed.proj, heads)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that get no weight decay, as timm's method does.
+        """Return the names of parameters without weight decay, like timm's method of this name.
 
         `vit.optim` reads this set. Biases, norms and scales need no entry, because they have one
         dimension. Add every new token or embedding here, or it will get weight decay.

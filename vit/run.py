@@ -1,7 +1,7 @@
 """The `Run` and its hooks: `vit.train` calls the methods of each `Hook` during training.
 
 The hooks depend only on the config, so all ranks call the same hooks in the same order.
-A hook overrides the methods that it needs:
+A hook overrides some of these methods:
 
     opened      before the model is created: reject a config that cannot work
     begin       when training begins, or restarts from an earlier checkpoint
@@ -66,7 +66,8 @@ class Hook:
     """Data to save with every checkpoint. Subclasses set this attribute in `opened` or earlier."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """Return notes and facts about the start of the run. An error is raised on all ranks."""
+        """Return notes and facts about the start of the run. An error in this method is raised on
+        all ranks."""
         return Notes()
 
     def begin(self, run: Run) -> None:
@@ -80,7 +81,8 @@ class Hook:
         """Process the batch of the step that was just queued."""
 
     def read(self, step: int, values: StepValues) -> Exception | None:
-        """Return None, an error that ends training, or a `GoBack`. All ranks return the same."""
+        """Return None, an error that ends training, or a `GoBack`. The result must be the same on
+        all ranks."""
         return None
 
     def skipped(self, step: int) -> None:
@@ -89,21 +91,21 @@ class Hook:
     def verify(self, is_end: bool) -> None:
         """Raise an error if the run must not be evaluated or saved.
 
-        is_end: whether an epoch or attempt has ended, which adds a line to metrics.jsonl.
+        is_end: whether an epoch or attempt has ended. If so, a line is added to metrics.jsonl.
         """
 
     def evaluated(self, step: int, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return values to add to the line of metrics.jsonl, and a log line or "".
 
-        values: the evaluation results, which the line of metrics.jsonl already contains.
+        values: the evaluation results, which are already part of the line.
         """
         return {}, ""
 
     def failed(self, run: Run, error: Exception) -> None:
-        """Add notes to `error`."""
+        """Add notes to the `error` that ends the run."""
 
     def ended(self, run: Run, outcome: Outcome) -> None:
-        """Finish the run's work on rank 0, while metrics.jsonl is still open."""
+        """Do final work on rank 0, while metrics.jsonl is still open."""
 
 
 @dataclass
@@ -183,8 +185,8 @@ class Run:
                 evaluator.close()
             self.place.leave(error)
             self.record.close()
-            # Keep the signal handlers while other ranks run: rank 0 may still be drawing the
-            # report, and a signal must not kill the ranks that wait for it.
+            # Keep the signal handlers while other ranks run. Rank 0 may still be drawing the
+            # report, and a signal must not kill the ranks that wait for rank 0.
             if error is not None or self.world.size == 1:
                 self.signals.restore()
 
@@ -192,7 +194,8 @@ class Run:
 def no_weights(model: nn.Module, config: Config, data: RunData, world: World) -> dict[str, Any]:
     """Keep the initial weights of `model`, and return no facts.
 
-    Raises ValueError if the config starts from a file, which only `vit.extras.compose` can load.
+    Raises ValueError if `init.checkpoint` is set, because only `vit.extras.compose` can load a
+    file.
     """
     if config.init.checkpoint is not None:
         raise ValueError("init.checkpoint: build this run with vit.extras.compose.build_run")
@@ -201,7 +204,7 @@ def no_weights(model: nn.Module, config: Config, data: RunData, world: World) ->
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run that depend on the config. The defaults give a plain run."""
+    """The parts of a run that depend on the config. The defaults describe a plain run."""
 
     hooks: tuple[Hook, ...] = ()
     """The hooks in calling order, equal on all ranks."""

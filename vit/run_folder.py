@@ -52,7 +52,8 @@ PREDICTIONS_FILE = "predictions.npz"
 SAMPLES_FOLDER = "samples"
 CHECKPOINTS = "checkpoints"
 INFO_FILE = "checkpoint.json"
-"""The file written last in each checkpoint folder. A checkpoint that contains it is complete."""
+"""The file written last in each checkpoint folder. A checkpoint folder that contains this file is
+complete."""
 LATEST_FILE = f"{CHECKPOINTS}/latest"
 TIMM_CONFIG_FILE = "config.json"
 """The file in `weights/` from which timm and transformers create the model."""
@@ -69,7 +70,7 @@ MOUNTED_BUCKETS = (
     "fuse.rclone",
     "fuse.s3fs",
 )
-"""The kernel's names for file systems that mount a bucket as a folder."""
+"""The kernel's names for the file systems of programs that mount a bucket as a folder."""
 LOCK_WAIT_S = 15.0
 """The maximum time to wait for the lock while the previous process may still be saving a large
 checkpoint."""
@@ -93,7 +94,8 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def newest_run(argument: str, *names: str) -> Path:
-    """Return the run in runs/ in which one of the files `names` changed last, and print its path.
+    """Find the run in runs/ whose files `names` changed most recently, print its path and return
+    it.
 
     argument: the missing argument, shown in messages. Raises ValueError if no run has these files.
     """
@@ -130,8 +132,8 @@ def remove_unfinished(run_dir: Path) -> None:
 class RunLock:
     """A lock that prevents a second process from writing to a run folder.
 
-    A POSIX record lock ends with its process, is not inherited by loader workers, and works over
-    NFS. The process also loses the lock when it closes any handle to the file. The file is
+    A POSIX record lock is released when its process ends, is not inherited by loader workers, and
+    works over NFS. A process also loses the lock when it closes any handle to the file. The file is
     therefore opened only once, and a process that has the lock must not call `is_in_use`.
     """
 
@@ -168,7 +170,7 @@ class RunLock:
             raise
         file.truncate(0)
         # Write unbuffered, so that closing does not repeat a write that failed on a full disk.
-        # Messages use this text only to name the process, so ignore errors.
+        # The text is only used to name the process in messages, so ignore errors.
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
@@ -204,7 +206,8 @@ class RunLock:
             time.sleep(0.2)
 
     def is_in_place(self) -> bool:
-        """Return whether the locked folder has not been removed, moved or replaced."""
+        """Return whether the path still leads to the locked folder, which has not been removed,
+        moved or replaced."""
         if self._file is None:
             return True
         try:
@@ -236,7 +239,8 @@ class RunLock:
 def _check_renames(run_dir: Path) -> None:
     """Raise ValueError if folders in `run_dir` cannot be renamed.
 
-    A checkpoint is completed by a rename, which a bucket mounted as a folder may not support.
+    Each checkpoint is completed by renaming its folder, which a bucket mounted as a folder may not
+    support.
     """
     probe = temporary_beside(run_dir / "renamed")
     renamed = temporary_beside(run_dir / "renamed")
@@ -335,7 +339,7 @@ def read_info_file(folder: Path) -> dict[str, Any]:
             content = (folder / INFO_FILE).read_bytes()
         info = json.loads(content)
         info["format_version"] = int(info["format_version"])
-        # Raise an error now if a value that callers need is missing.
+        # Raise an error immediately if a value that callers need is missing.
         info["step"], info["config"], info["facts"], dict(info["files"])
     except UnreadableCheckpoint:
         raise
@@ -456,7 +460,8 @@ def local_folder(run: RunConfig) -> Path:
 def cache_of(url: str, kind: str) -> Path:
     """Return the local folder for a copy of `url`, named after the run.
 
-    kind: "runs", or "fetched" for a read-only copy. Raises ValueError like `local_folder`.
+    kind: "runs", or "fetched" for a read-only copy. Raises ValueError in the same case as
+    `local_folder`.
     """
     name = bare(url).rstrip("/")
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -8,9 +8,9 @@
    update on the device, and the fp16 loss scale is halved. The update is also skipped if the loss
    or the norm exceeds a limit set by a hook. The decision depends only on sums over all ranks, so
    all ranks skip together.
-3. The result is a small vector of sums over all ranks, and the loss and margin of each row of this
-   rank. The host reads the result one step later, after queueing the next step, so queueing a step
-   never waits for the device.
+3. The result consists of a small vector of sums over all ranks, and the loss and margin of each of
+this rank's rows. The host reads the result one step later, after queueing the next step, so
+queueing a step never waits for the device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SEED_DROPOUT = 0x0D0
 
 
 class TrainStep:
-    """Everything that an update changes: weights, optimizer, EMA and loss scale.
+    """The state that an update changes: weights, optimizer, EMA and loss scale.
 
     `lr_at` returns the learning rate of a step. `weight_decay_at` returns its weight decay, or None
     if the decay is constant. If `train.compile` is on but the model is not compiled, `why_eager`
@@ -87,7 +87,8 @@ class TrainStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = LossScale(precision, reduce.world.device)
         self.copying: torch.cuda.Event | None = None
-        """The end of the last copy of the state. The next update waits for this event."""
+        """The event at the end of the last copy of the state. The next update waits for this
+        event."""
         objective.begin(model, lambda: self.mark(StepPhase.TEACHER))
 
     @property
@@ -106,8 +107,8 @@ class TrainStep:
         """Queue the update at `step` with this rank's rows of the global batch.
 
         batch: the batch after `Augment.change_batch`, on any device. stop: whether this rank has
-        received a signal. report: the same number of values on every rank, sent to all ranks.
-        limits: the limits above which the update is skipped, equal on all ranks.
+        received a signal. report: values to send to all ranks. Every rank must pass the same number
+        of values. limits: the limits above which the update is skipped, equal on all ranks.
         """
         sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, limits)
         return StepResult(sums, grad_norm, len(report), rows, measured)
@@ -120,7 +121,8 @@ class TrainStep:
         report: tuple[float, ...],
         limits: Limits | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor], Measured | None]:
-        """Queue the step on the device, and return sums, gradient norm, rows and measured norms."""
+        """Queue the step on the device, and return the sums, the gradient norm, the rows' results
+        and the measured norms."""
         # Dropout and drop path depend only on (seed, rank, step), so a resumed run draws the same
         # masks.
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
@@ -253,7 +255,7 @@ class TrainStep:
         self._clear_gradients(batch)
 
     def _clear_gradients(self, batch: Batch) -> None:
-        """Set gradients to zero if `reduce` needs their memory, else to None."""
+        """Set gradients to zero if `reduce` reuses their memory, else to None."""
         is_kept = self.reduce.keeps_gradients(self._num_passes(batch))
         self.optimizer.zero_grad(set_to_none=not is_kept)
 

@@ -1,9 +1,9 @@
 """Train a run until the last step or a signal, with evaluations and checkpoints.
 
 `vit.build.build` creates the `Run`, and this module contains the loop. `step` is the number of
-global batches so far. Data order, learning rate and all seeds depend only on `step`, so a resumed
+finished training steps. Data order, learning rate and all seeds depend only on `step`, so a resumed
 run continues bit for bit as if it had never stopped. The host reads the result of a step after
-queueing the next step, so the device never waits for Python. Other features are hooks.
+queueing the next step, so the device never waits for Python.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _train_from_state(run: Run) -> Outcome:
         for hook in run.hooks:
             hook.begin(run)
         if run.world.is_main:
-            # Remove the file of the previous attempt. A new signal writes it again.
+            # Remove the previous attempt's file. Another signal would cause the file to be written
+            # again.
             (run.folder / STOPPED_FILE).unlink(missing_ok=True)
         run.train_step.model.train()
         run.watch.start()
@@ -66,7 +67,7 @@ def _train_from_state(run: Run) -> Outcome:
 
 
 def _open_loader(run: Run) -> Loader:
-    """Open a loader whose first batch is that of the step in `run.state`."""
+    """Open a loader that begins with the batch of the step in `run.state`."""
     loader = run.config.loader
     return Loader(
         run.batches,
@@ -93,8 +94,8 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     evaluation_due = run.state.is_evaluation_due(run.plan)
     save_due = step % run.config.checkpoint.every_steps == 0 or is_last
     if step == first_step:
-        # A resumed run has already saved this step. A new run saves its initial state only for
-        # hooks that may return to it.
+        # A resumed run has already saved this step. A new run saves its initial state only if a
+        # hook may return to that state.
         is_start = step == 0 and any(hook.saves_start for hook in run.hooks)
         save_due = evaluation_due or is_start
 
@@ -103,8 +104,8 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     is_epoch_end = step % run.plan.steps_per_epoch == 0 or is_last
     if is_epoch_end or save_due:
         run.verify(is_epoch_end)
-    # `pause` waits for the device to finish the previous step and may set `monitor.stop`, so call
-    # it only when training pauses anyway.
+    # `pause` waits until the device has finished the previous step and may set `monitor.stop`, so
+    # call `pause` only when training pauses anyway.
     if evaluation_due or save_due or monitor.stop:
         monitor.pause()
     weights = set[str]()  # names of the files in `weights/` to write
@@ -124,16 +125,17 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
     run.watch.mark(step, "in the step")
     if not run.is_prepared:
         run.is_prepared = True
-        # Sums depend on DDP's buckets, which must match those of the first attempt, so every
-        # process must do this, even on resume. The time counts as startup, not as training.
+        # Gradient sums depend on DDP's bucket layout, which must be the same in all attempts, so
+        # every process prepares its step, even on resume. The time counts as startup, not as
+        # training.
         with run.watch.away(step, "compiling"):
             run.train_step.prepare(batch)
         run.start_times.end("workers and first batch")
         run.start_times.report(run.record, step)
     if not monitor.is_started:
         monitor.start_clock()
-    # vit/step.py runs forward, backward and update. The ranks sum their stop flags in each step, so
-    # all ranks stop at the same step.
+    # vit/step.py runs the forward pass, the backward pass and the update. The ranks sum their stop
+    # flags in each step, so all ranks stop at the same step.
     stop = bool(run.signals.received) or run.saver.has_failed
     result = run.train_step(batch, step, stop, monitor.rank_report(step), run.limits(step))
     monitor.queue(step, result, batch.bad_keys)  # reads the previous step
@@ -145,8 +147,8 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
 def _save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) -> None:
     """Copy the state. A thread then writes a checkpoint and `weights/<name>.safetensors`.
 
-    Weights are also in the checkpoint. Separate weights files are written only after an evaluation,
-    when the run stops and when it finishes, because users need them only then.
+    Weights are also in the checkpoint. Separate weights files are written only after an evaluation
+    and when the run stops or finishes, because users need them only then.
     """
     state = run.state
     run.record.progress(state.step, f"step {state.step}: saving")
@@ -162,7 +164,7 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
-    run.watch.close()  # only rank 0 is still working, so the other ranks make no more marks
+    run.watch.close()  # only rank 0 still works, so the other ranks make no more marks
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome

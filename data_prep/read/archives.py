@@ -247,8 +247,8 @@ def walk_zip(path: Path) -> Iterator[Members]:
 def read_zip_member(sample: Sample) -> bytes:
     """Return the decompressed and verified zip member whose local header is at `offset`.
 
-    Raises OSError, and ValueError if the member is damaged, uses a compression other than deflate,
-    or is longer than `size`. At most `size` + 1 bytes are decompressed.
+    Raises OSError if reading fails, and ValueError if the member is damaged, uses a compression
+    method other than deflate, or is longer than `size`. At most `size` + 1 bytes are decompressed.
     """
     if sample.size > MAX_IMAGE_BYTES:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Choose the sample layout for `data_prep.index` from flags, class names and `_info.json`.
 
-Flags and the file define a layout (vit/data/shards/members.py). An existing `_info.json` records
-the layout of its folder, which is reused without flags. Different flags are an error, because they
-would change labels. (`vit.weights.class_names` compares the classes of model and data.)
+The layout (vit/data/shards/members.py) is given by flags or by the folder's existing `_info.json`.
+Flags that contradict `_info.json` are an error, because they would change labels.
+(`vit.weights.class_names` compares the classes of model and data.)
 """
 
 from __future__ import annotations

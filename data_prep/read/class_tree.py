@@ -244,7 +244,7 @@ Tree = FolderTree | ArchiveTree
 
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
-    """Open a folder, zip or tar. Raises PrepError like `walk_archive`."""
+    """Open a folder, zip or tar. Raises PrepError in the same cases as `walk_archive`."""
     return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Archive(path))
 
 

@@ -147,6 +147,7 @@ def unique_keys(paths: Sequence[str]) -> list[str]:
 def read(sample: Sample) -> bytes:
     """Return the bytes of the image with path `name` below the folder `file`.
 
-    Raises OSError, and ValueError unless the file is a regular file of at most 256 MiB.
+    Raises OSError if reading fails, and ValueError unless the file is a regular file of at most 256
+    MiB.
     """
     return read_image(os.path.join(sample.file, sample.name))

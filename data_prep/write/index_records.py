@@ -35,8 +35,8 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
-    """Return the split in a shard's file name: a usual split name between dashes, or else the text
-    before the number."""
+    """Return the split named in a shard's file name: a common split name between hyphens, or
+    otherwise the text before the number."""
     *parts, number = filename.removesuffix(".tar").split("-")
     usual = [part for part in parts if part.lower() in SPLIT_NAMES]
     if usual:

@@ -92,8 +92,8 @@ def test_a_run_of_one_size_does_not_mention_sizes(config, tmp_path):
 
 @pytest.mark.slow
 def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
-    """If ranks changed the image size at different steps, the mean loss would differ from that of
-    one rank."""
+    """If ranks changed the image size at different steps, the mean loss would differ from the loss
+    on one rank."""
     config, _ = whole
     train_here(config, tmp_path / "one", *PLAIN)
     train(config, tmp_path / "two", STAGES, *PLAIN, ranks=2)

@@ -3,9 +3,9 @@
 A pod is a process with the command, arguments and environment variables of its container. If the
 cluster is isolated, each pod has its own network, host name, process ids, and an /etc/hosts with
 the names of a headless service. The pod's main process is then process 1, as in a container. Pods
-are terminated the way a kubelet does it: SIGTERM, the grace period, SIGKILL. `podFailurePolicy`
-applies to a failed pod, and JobSet's `failurePolicy` to a failed Job. Both policies are read from
-the file, and the first matching rule is used
+are terminated as a kubelet would terminate them: SIGTERM, the grace period, SIGKILL.
+`podFailurePolicy` applies to a failed pod, and JobSet's `failurePolicy` to a failed Job. Both
+policies are read from the file, and the first matching rule is used
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy;
 kubernetes-sigs/jobset:keps/262-ConfigurableFailurePolicy).
 """

@@ -27,7 +27,7 @@ def training(folder: Path, shards: Path, *overrides: str, steps: int = STEPS) ->
 
 @pytest.fixture
 def on_this_host() -> dict[str, str]:
-    """Return environment variables with which two pods communicate without namespaces."""
+    """Return the environment variables that let two pods communicate without namespaces."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     return {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}

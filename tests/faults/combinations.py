@@ -111,7 +111,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""Maps the name of a row to its possible settings, which apply to any model."""
+"""Maps the name of each row to the settings to choose from, which work with any model."""
 
 VIT: Choices = {
     "dropout": [
@@ -151,7 +151,7 @@ VIT: Choices = {
         ),
     ],
 }
-"""Rows with settings that only this project's ViT supports."""
+"""Rows whose settings work only with this project's ViT."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
@@ -172,9 +172,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL to one rank or to all ranks. The signal is sent `delay_s` seconds after the metrics
-    contain `step`, or after the start if `step` is -1. takes_folder: whether a run at a URL also
-    loses its local folder."""
+    """A SIGKILL to one rank or to all ranks. The signal is sent `delay_s` seconds after `step`
+    appears in the metrics, or after the start if `step` is -1. takes_folder: whether the local
+    folder of a run at a URL is also deleted."""
 
     ranks: int
     step: int

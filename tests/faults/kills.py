@@ -142,7 +142,7 @@ class _Attempt:
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
         """Start the run and send the signal during the given phase.
 
-        Returns the processes that got the signal, and any problems with the way the run ended.
+        Returns the processes that received the signal, and any problems with the way the run ended.
         """
         scale = 1.0
         for _ in range(TRIES):

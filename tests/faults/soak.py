@@ -9,7 +9,7 @@ takes less than an hour on two cores.
     signals    SIGTERM and SIGUSR1 in each phase, count / 50 times
     stops      SIGSTOP to a rank, a loader worker and the saver thread, for 60 s each
     ranks      a killed run on 4, 2, 3 and 1 ranks: its batches (plain) and its bits (exact)
-    jobs       two simultaneous runs on this node, and a third in the folder of the first
+    jobs       two simultaneous runs on this node, and a third run in the first run's folder
     steps      memory, descriptors and threads of two ranks over 10 * `count` saves
     starts     memory, descriptors and threads of one process over `count` starts
     outage     the data server does not answer for `--away-minutes` (http, S3)
@@ -176,8 +176,8 @@ class Soak:
         return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
 
     def exits(self) -> str:
-        """Run many trainings to completion, because a race between gloo threads can break the exit
-        of the interpreter."""
+        """Run many training runs to completion, because a race between gloo threads can crash the
+        interpreter on exit."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []

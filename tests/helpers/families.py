@@ -85,7 +85,7 @@ def left_over(mark: str) -> dict[int, str]:
 
 class Family:
     """A context manager that starts a process, and kills the process and all of its descendants on
-    exit. The arguments are those of `subprocess.Popen`.
+    exit. The arguments are the same as for `subprocess.Popen`.
 
     If the process has exited but its children do not exit within the time limit, an AssertionError
     lists these children.

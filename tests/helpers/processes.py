@@ -299,7 +299,7 @@ class Background:
     def workers(self) -> list[int]:
         """Return the ids of the processes that actually train, which a test can stop with SIGSTOP.
 
-        If the ranks are forked, the ids are those of the forked processes. Ranks that have not
+        If the ranks are forked, these are the ids of the forked processes. Ranks that have not
         started yet are omitted.
         """
         pids = []

@@ -81,7 +81,7 @@ TABLES = {
     "vit_b16": MAE_TABLE_11,
     "vit_l16": MAE_TABLE_11_LARGE,
     "vit_h14": MAE_TABLE_11_LARGE,
-    # The drop-path rate is that of the base model, as in
+    # The drop-path rate matches the base model, as in
     # affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k.
     "vit_b16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.1, "model.image_size": 384},
     "vit_l16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 384},

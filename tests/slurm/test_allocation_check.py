@@ -1,5 +1,5 @@
 """Test that `sbatch slurm/train.sh ... --check` writes a table to the log, and that the job's exit
-status is that of the check."""
+status equals the check's."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
 
 
 def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
-    """Raise CheckpointError unless the disk has `needed_bytes` free for a save at `step`.
+    """Raise CheckpointError if less than `needed_bytes` of disk space are free for a save at
+    `step`.
 
     Unfinished files of killed processes are removed first.
     """
@@ -156,7 +157,7 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
 def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Replace the state in a checkpoint's `checkpoint.json` at the same step, and keep its tensors.
 
-    This is needed when a resumed run repeats an interrupted evaluation.
+    A resumed run calls this function after it repeats an interrupted evaluation.
     """
     info = read_info(folder, verify=False)
     _write_info(folder, info | state)
@@ -200,7 +201,7 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def _hidden(folder: Path) -> Path:
-    """Return the path that `folder` has until it is complete."""
+    """Return the path of `folder` while it is incomplete."""
     return folder.with_name(f".tmp_{folder.name}")
 
 

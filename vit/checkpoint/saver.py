@@ -103,7 +103,7 @@ class Saver:
         """
         began = time.perf_counter()
         collected = [each.collect() for each in self._beside]
-        self.prepare()  # does nothing, except at a save before the first step
+        self.prepare()  # allocates memory only for a save before the first step
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()

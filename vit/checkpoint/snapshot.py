@@ -96,7 +96,7 @@ class Snapshot:
         if not self._is_locked:
             return
         self._is_locked = False
-        # A failed device has already raised its error, so ignore this one.
+        # A failed device has already raised an error, so ignore the error of this call.
         with suppress(RuntimeError), self._cuda.device(self._device):
             self.wait()
             self._cuda.cudart().cudaHostUnregister(self._memory.data_ptr())

@@ -20,7 +20,7 @@ class RunState:
     """Counters and facts of a run, stored in `checkpoint.json` under the names of the fields."""
 
     step: int = 0
-    """The number of global batches so far, which is also the position in the data."""
+    """The number of finished steps, which is also the position in the data."""
     updates_skipped: int = 0
     """The number of skipped updates in the whole run."""
     updates_skipped_in_a_row: int = 0
@@ -48,9 +48,9 @@ class RunState:
     best_set: str = VAL
     """The set on which the best evaluation was chosen: `eval.best_by`."""
     restarts: int = 0
-    """The number of times that the run was resumed."""
+    """The number of times the run was resumed."""
     elapsed_s: float = 0.0
-    """The time spent on the run in all attempts, including evaluation and saving."""
+    """The time spent on the run over all attempts, including evaluation and saving."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that must match when the run resumes: the hash of the data, the model's classes."""
 

@@ -142,7 +142,7 @@ class Batches(ABC):
 
     def layout_at(self, position: int) -> BatchLayout:
         """Return the layout of the batch at `position`, whose images may be smaller than the
-        largest."""
+        maximum size."""
         return self.layout
 
     @abstractmethod

@@ -19,11 +19,10 @@ different augmentation. An example with 8 images a to h, 2 copies, one lane and 
     form `batch`      d0 a0 d1 a1 | f0 c0 f1 c1 | e0 b0 e1 b1 | h0 g0 h1 g1 |    then shuffled again
     form `sampler`    d0 a0 d1 a1 | f0 c0 f1 c1 |    then shuffled again
 
-An epoch still has N // G = 2 steps. In the form `batch` (affjljoo3581/deit3-jax:src/dataset.py),
-two epochs show each image exactly twice, except images that do not fill a batch. In the form
-`sampler` (facebookresearch/deit:samplers.py), each epoch shows half of the images. MixUp and CutMix
-mix neighboring rows, so the rows of a lane are sorted by copy to avoid mixing two copies of one
-image.
+An epoch still has N // G = 2 steps. With the `batch` form (affjljoo3581/deit3-jax:src/dataset.py),
+two epochs show each image exactly twice, except images that do not fill a batch. With the `sampler`
+form (facebookresearch/deit:samplers.py), each epoch shows half of the images. MixUp and CutMix mix
+neighboring rows, so the rows of a lane are sorted by copy to avoid mixing two copies of one image.
 
 `shares` describes selected samples and multiple sources. The order then permutes draws instead of
 samples, numbered source by source. A source with as many draws as samples shows each sample once

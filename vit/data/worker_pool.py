@@ -5,9 +5,9 @@ worker takes the next one. Each worker sends results through its own pipe and wr
 stage to shared memory, which `vit.data.stall_watch` checks while training waits. If a worker makes
 no progress for `stall_timeout_s`, the pool kills all workers. The pool does the same if all workers
 stay idle that long while parts are still missing, because a worker must have stopped before taking
-its part. When all killed workers are dead and can no longer write, the pool starts new workers,
-which make the missing parts. The run fails if two workers hang at the same part, or if a worker
-cannot be killed. Without workers, `OwnProcess` makes the parts.
+its part. Once all killed workers have exited and can no longer write, the pool starts new workers
+to make the missing parts. The run fails if two workers hang at the same part, or if a worker cannot
+be killed. Without workers, `OwnProcess` makes the parts.
 """
 
 from __future__ import annotations

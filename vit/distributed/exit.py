@@ -117,7 +117,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     guard_console()
     try:
         world = command()
-        sys.stdout.flush()  # Raises an error if stdout is on a full disk.
+        sys.stdout.flush()  # Flushing raises an error if stdout is on a full disk.
         if world is not None:
             leave_world(world)
     except AlreadyReported as error:
@@ -161,7 +161,7 @@ def leave_world(world: World) -> None:
 def leave(status: int) -> NoReturn:
     """Exit this process immediately. Other ranks notice the closed connections."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # The disk is full, which has already been reported.
+        with suppress(OSError):  # The disk is full. This error has already been reported.
             stream.flush()
     os._exit(status)
 
@@ -258,8 +258,8 @@ def _host_has_reported() -> bool:
 def _report_to_torchrun(message: str) -> None:
     """Write `message` for torchrun's report, and wait until other ranks on this host can see it.
 
-    The format is that of the ErrorHandler in `torch.distributed.elastic`. torchrun prints the value
-    of "py_callstack".
+    The file has the format of the ErrorHandler in `torch.distributed.elastic`. torchrun prints the
+    value of "py_callstack".
     """
     file = _error_file()
     if file is None:
@@ -287,7 +287,7 @@ def _rank_prefix() -> str:
 def _is_ours(error: ValueError) -> bool:
     """Return whether `error` was raised by this project's own code, with a message for the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    # This project's code is vit/ (two folders above this file) and the script itself.
+    # This project's code consists of vit/, which is two folders above this file, and the script.
     ours = (Path(__file__).resolve().parents[1], Path(sys.argv[0]).resolve())
     return any(raised_in.is_relative_to(place) for place in ours)
 

@@ -26,9 +26,9 @@ REMEDIES = {
     "config": "all hosts must see the same files",
     "driver": "exclude these hosts, or install the same driver on all hosts",
 }
-"""Maps each name to a remedy. All names not listed are software versions or variables."""
+"""Maps each name to a remedy. All other names are software versions or environment variables."""
 _MAY_DIFFER = ("CPU kernels", "GPU")
-"""The names whose differences affect only the speed or the last bits of sums."""
+"""The names for which a difference affects only the speed or the last bits of sums."""
 
 
 class Difference(NamedTuple):

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
-"""The time that torchrun may take to exit after its ranks. torchrun grants its ranks the same
-time."""
+"""The time that torchrun may take to exit after its ranks have exited. torchrun gives its ranks as
+much time."""
 ANSWERS_WITHIN_S = 2.0
 """The time that the store on another host may take to answer after torchrun died on this host."""
 _launcher = 0
@@ -47,7 +47,7 @@ def end_with_launcher() -> None:
 
 
 def took_store_along() -> bool:
-    """Return whether torchrun has died on this host and the store no longer answers."""
+    """Return whether torchrun on this host has died and the store no longer answers."""
     if _launcher in (0, os.getppid()):
         return False
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))

@@ -169,7 +169,7 @@ def _agree_on_device(
 def _pid_space() -> str:
     """Return an identifier of the kernel and container, or "" if unknown.
 
-    Ranks can look up each other by process id only if their identifiers are equal.
+    Two ranks can look up each other's process ids only if their identifiers are equal.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

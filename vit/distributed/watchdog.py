@@ -3,10 +3,10 @@
     main thread   mark("waiting for data"), mark("in the step"), ...   counts its marks
     thread        beat -> store -> rank 0 compares all counts -> verdict -> store -> end of the run
 
-In a collective all ranks wait, and a time-out does not show which rank is late. But all ranks make
-the same marks in the same order, so the late rank has made the fewest. Heartbeats ("beats") use
-torchrun's store over a separate connection, which works while the main thread waits in a
-collective.
+In a collective, all ranks wait, and a time-out does not show which rank is late. Because all ranks
+make the same marks in the same order, the late rank is the one with the fewest marks. Heartbeats
+("beats") use torchrun's store over a separate connection, which works while the main thread waits
+in a collective.
 
     thread        no answer from the store and no new mark within the limit -> end of this rank
 
@@ -42,7 +42,7 @@ ENDS_BY_ITSELF_S = 30.0
 """The time after which the watchdog ends its own rank if another rank has announced that it exits.
 A rank that waits in an NCCL collective does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
-"""The time that the last message to the store may take."""
+"""The maximum time for the last message to the store."""
 NAMED = 4
 VERDICT = "watch verdict"
 """The key in the store for the reason why the run ends, and the ranks that caused it."""
@@ -227,7 +227,7 @@ class Watch:
         verdict = judge(seen, limit_s, self._looked_at, self._world.host_of)
         if verdict is not None:
             store.set(VERDICT, json.dumps([verdict.message, verdict.ranks]))
-            store.set(ENDED, json.dumps(verdict.message))  # for ranks that poll the store
+            store.set(ENDED, json.dumps(verdict.message))  # tells ranks that poll the store
         return verdict
 
     def _has_outlived_another(self, store: dist.Store) -> bool:

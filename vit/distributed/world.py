@@ -58,7 +58,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """The time after which a collective fails because of a cut cable or a hung rank (gloo's default: 30
 minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
-"""The time that the slowest rank may take to save or load, enough for 15 GB at 4 MB/s."""
+"""The time that the slowest rank may take to save or load, which is enough for 15 GB at 4 MB/s."""
 BROADCAST_BYTES = 2**26
 """The approximate maximum size of a broadcast of several tensors."""
 ENDED = "ended"
@@ -102,7 +102,7 @@ class World:
     hosts: tuple[str, ...] = ()
     """The host name of each rank; () if there is only one rank."""
     joined_s: float = field(default=0.0, compare=False)
-    """The seconds until all ranks had joined."""
+    """The time in seconds that it took for all ranks to join."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     """The process ids, in this process's PID namespace, of the ranks on this host."""
     _has_lost_store: threading.Event = field(
@@ -110,8 +110,8 @@ class World:
     )
     """Set when the store stops answering. The connection is never reopened."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
-    """Numbers for keys in the store. All ranks call the functions in the same order and therefore
-    get equal numbers."""
+    """The counter that numbers keys in the store. All ranks call the functions in the same order
+    and therefore use the same numbers."""
 
     @property
     def is_main(self) -> bool:
@@ -260,9 +260,9 @@ class World:
         with suppress(StoreLost):
             has_failed, main_message = self._exchange(key, problem)
         if dist.is_initialized():
-            # The store may shut down after answering only some ranks. Their next collective would
-            # not match that of the other ranks, so all ranks agree in this collective, which waits
-            # for the device.
+            # The store may shut down after answering only some ranks. These ranks would then call a
+            # different collective than the other ranks, so all ranks agree in this collective,
+            # which waits for the device.
             flags = torch.tensor(
                 [has_failed, bool(main_message)], device=self.device, dtype=torch.int32
             )
@@ -278,7 +278,7 @@ class World:
     def _exchange(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
         """Return whether any rank has a problem, and the message of rank 0 if it has one.
 
-        Raises StoreLost, and RankLost if a rank does not respond.
+        Raises StoreLost if the store does not answer, and RankLost if a rank does not respond.
         """
         store = self.store
         assert store is not None, "there are other ranks"
@@ -348,7 +348,7 @@ class World:
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
-                # The process may have announced why it exited, so raise the error one poll later.
+                # The process may still announce why it exited, so raise the error one poll later.
                 if gone:
                     raise RankLost(
                         f"{self._names(gone)} ended without a message, so it was probably killed"
@@ -427,5 +427,5 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # The process exists, but belongs to another user.
+        pass  # The process exists but is owned by another user.
     return True

@@ -63,7 +63,7 @@ def evaluate_weights(
 ) -> Result:
     """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
 
-    The image size of `config` may differ from that of the weights; position embeddings are then
+    The image size of `config` may differ from the weights' image size; position embeddings are then
     resampled. selected: use only the logits of the data's classes, matched by name. probes: the
     feature probes to run. Raises ValueError if the data have more classes than the weights, or
     classes that cannot be matched. Raises the errors of `open_sets` and `run_probes`.

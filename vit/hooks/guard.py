@@ -43,9 +43,9 @@ from vit.training.step_result import NON_FINITE, READ_LATE, Limits, StepValues
 NORMAL_SIGMA = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 DONE = {"skip": "update skipped", "stop": "the run stops", "rewind": "the run goes back"}
-"""The text for each action in messages and metrics.jsonl."""
+"""Maps each action to its text in messages and metrics.jsonl."""
 NAMED_SAMPLES = 8
-"""For a bad batch, metrics.jsonl lists this many samples with the largest losses."""
+"""The number of samples with the largest losses that metrics.jsonl lists for a bad batch."""
 
 
 class Rewind(GoBack):
@@ -128,8 +128,8 @@ class GuardHook(Hook):
         window = [
             pair
             for number, *pair in self._run.state.recent
-            # Use only steps with the same image size, because the loss jumps when the size changes
-            # (`schedule.image_sizes`).
+            # Use only steps with the current image size, because the loss jumps when the size
+            # changes (`schedule.image_sizes`).
             if number <= step - READ_LATE and self._size(int(number)) == self._size(step)
         ]
         window = window[-settings.window_steps :]

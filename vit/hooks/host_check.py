@@ -17,7 +17,8 @@ from vit.training.run_data import Notes, RunData
 
 
 class HostCheck(Hook):
-    """Rejects a run that does not fit its hosts, and notes settings that make it slow."""
+    """Rejects a run that its hosts cannot support, and logs notes on settings that make the run
+    slow."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`."""
@@ -45,7 +46,7 @@ def check_host(config: Config, world: World, data: RunData) -> tuple[Notes, Disk
             data.eval_batches,
             saved_bytes=disk.checkpoint_bytes,
         )
-    # Differences between hosts could cause hangs or diverging results.
+    # Differences between hosts can make ranks hang or compute different results.
     lines = compare_hosts(world, {"JPEG decoder": decoder_name()})
     return replace(checked, lines=(*checked.lines, *lines)), disk
 

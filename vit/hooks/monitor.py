@@ -29,14 +29,14 @@ from vit.training.mfu import Utilization, find_peak, train_flops_per_image
 from vit.training.step_result import StepResult, StepValues
 
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
-"""The loader statistics that each rank reports for a line of metrics."""
+"""The loader statistics that each rank sends to all ranks for a line of metrics."""
 NOTABLE_WAIT_SHARE = 0.1
-"""Advice is logged if waiting for data takes more than this fraction of an interval, and repeated
-only if the fraction changes by this much."""
+"""Advice is logged if waiting for data takes more than this fraction of an interval, and is logged
+again only if the fraction changes by at least this amount."""
 ADVICE_STEPS = 10
 """The number of steps without advice at the start of each attempt, while workers are starting."""
 NOTABLE_STAGE_SHARE = 0.05
-"""Advice names the loader stages that take at least this fraction of the loader's time."""
+"""The advice names each loader stage that takes at least this fraction of the loader's time."""
 REMEDIES = {
     Stage.ORDER: "keep the index on a local disk",
     Stage.STORE: "check the network and the storage, or let loader.cache_gib keep more blocks",
@@ -48,15 +48,15 @@ REMEDIES = {
 }
 """Maps each stage of the loader to the remedy if the stage is too slow."""
 UNEVEN = 1.5
-"""Advice names a rank that waited this many times as long as the average rank."""
+"""The advice names a rank that waited at least this many times as long as the average rank."""
 
 
 @contextmanager
 def collect_garbage_at_log_lines() -> Iterator[None]:
     """Turn off Python's automatic garbage collection. `Monitor` collects at each line of metrics.
 
-    A full collection of torch's objects takes 0.7 s. If one of 512 ranks collects during a step,
-    all ranks wait.
+    A full collection of torch's objects takes 0.7 s. If one of 512 ranks collects garbage during a
+    step, all ranks wait.
     """
     was_enabled = gc.isenabled()
     frozen_by_others = gc.get_freeze_count() > 0
@@ -87,12 +87,12 @@ class Monitor:
     """Reads the result of each step one step late, logs it, and decides when to `stop`."""
 
     def __init__(self, run: Run, loader: Loader, utilization: Utilization | None = None):
-        """utilization: None on ranks that do not log."""
+        """utilization: computes MFU; None on ranks that do not log."""
         self.run = run
         self.loader = loader
         self.utilization = utilization
         self.stop = False
-        """Whether training stops at this step; equal on all ranks."""
+        """Whether training stops at this step. The value is equal on all ranks."""
         self._reported_wait_share = 0.0
         self._timed_steps = 0
         """The number of steps since the start of this attempt."""
@@ -108,7 +108,7 @@ class Monitor:
         self._new_interval(time.perf_counter(), loader.stats)
 
     def elapsed_s(self) -> float:
-        """Return the time spent on the run in all attempts, including evaluation and saving."""
+        """Return the time spent on the run over all attempts, including evaluation and saving."""
         return time.perf_counter() - self._run_began
 
     def start_clock(self) -> None:
@@ -203,7 +203,7 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._num_steps = 0
-        """The number of this attempt's steps in the interval."""
+        """The number of steps of this attempt in the interval."""
         self._waited_s = 0.0
         self._totals_s = np.zeros(1)
 
@@ -317,7 +317,8 @@ class Monitor:
             )
 
     def _loader_metrics(self, loaders: list[Tally], waiting: Waiting) -> dict[str, Any]:
-        """Return the loader statistics summed over all ranks, and those of the slowest rank."""
+        """Return the loader statistics summed over all ranks, and the statistics of the slowest
+        rank."""
         if not loaders:
             return {}
         metrics: dict[str, Any] = {
@@ -379,7 +380,7 @@ class Waiting(NamedTuple):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether most ranks wait for one rank, or for a few."""
+        """Whether most ranks wait for one or a few slow ranks."""
         return self.max_s > UNEVEN * self.mean_s
 
 

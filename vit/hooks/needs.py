@@ -23,8 +23,8 @@ from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
-"""The memory of a loader worker: Python objects, library data and images. Outside Linux a worker is
-not forked from training, so it also loads its own libraries. 110 MiB were measured
+"""The memory of a loader worker: Python objects, library data and images. On systems other than
+Linux, a worker is not forked, so it also loads its own libraries. 110 MiB were measured
 (docs/experiments/). metrics.jsonl contains the memory that workers actually use
 (`loader_worker_mib`)."""
 TENSOR_HEADER_BYTES = 160
@@ -43,18 +43,19 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory that a run needs on a host, in bytes. All sizes except the last are per rank."""
+    """The memory that a run needs on a host, in bytes. All values except the last are per rank."""
 
     ring: Ring
     """The page-locked training batches that are being loaded, ready or in use."""
     eval_ring: Ring
     """The page-locked batches of `data.val_split`."""
     eval_slots: int
-    """The memory of page-locked evaluation batches, which is kept between evaluations."""
+    """The memory for page-locked evaluation batches, which stays allocated between evaluations."""
     workers: int
-    """The memory of the loader workers for training and evaluation."""
+    """The memory of all loader workers, for training and evaluation."""
     saved_copy: int
-    """The page-locked copy, only on the first host, from which a thread writes a checkpoint."""
+    """The page-locked copy of the state, only on the first host, from which a thread writes a
+    checkpoint."""
 
     @property
     def batches(self) -> int:

@@ -1,4 +1,4 @@
-"""Check that all ranks have trained on the samples of the planned order.
+"""Check that the ranks have trained on the samples in the planned order.
 
 Each rank looks up the planned samples of its rows, and computes two checksums: one of the planned
 samples, and one of the samples from its loader. The checksums are compared at each save and at the
@@ -34,8 +34,8 @@ class OrderHook(Hook):
         """Add this rank's rows of the batch at `state.step`."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
-            # Look up each step's samples while the GPU computes. Looking up a whole epoch at its
-            # end would make training wait.
+            # Look up each step's samples while the GPU computes. If the samples were looked up at
+            # the end of the epoch, training would wait.
             rows = self._run.plan.rows_of(self._run.world.rank)
             planned = self._order.rows(self._run.state.step, rows.start, rows.stop)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64

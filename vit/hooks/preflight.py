@@ -1,9 +1,9 @@
 """Check before the first step that this host has the resources for the run.
 
 The checks cover memory for the batches of all ranks, cores for workers, open files for shards,
-/dev/shm (only needed by NCCL), and disk space for saved files. A run that cannot work raises an
-error with a remedy. If a setting only makes the run slow, a note is logged. The measured numbers
-are written to metrics.jsonl.
+/dev/shm for NCCL, and disk space for saved files. A run that cannot work raises an error with a
+remedy. If a setting only makes the run slow, a note is logged. The measured numbers are written to
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vit.training.plan import Plan
 from vit.training.run_data import Notes
 
 OTHER_FILES = 256
-"""The number of open files per process other than shards: pipes, libraries, sockets."""
+"""The number of files per process that are not shards: pipes, libraries and sockets."""
 NCCL_SHM_GIB = 1
 """NVIDIA's recommendation for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 DISK_MARGIN_BYTES = 2**20
@@ -56,7 +56,7 @@ def preflight(
     *,
     saved_bytes: int = 0,
 ) -> Notes:
-    """Check this host, and raise the limit on open files if necessary.
+    """Check this host, and raise its limit on open files if necessary.
 
     evals: the batches of each evaluation split, `data.val_split` first. root: the folder of `proc`
     and `sys`. saved_bytes: the size of the state, which rank 0 copies in memory before saving.
@@ -145,7 +145,8 @@ def _notes(
     numbers: dict[str, Any],
     needed_files: int,
 ) -> Iterator[str]:
-    """Yield a note, with a remedy, for everything that will be slow on a host with `numbers`."""
+    """Yield a note with a remedy for everything that will be slow on the host described by
+    `numbers`."""
     ranks = local_world_size()
     workers = ranks * loader.num_workers
     cores = numbers["cores"]

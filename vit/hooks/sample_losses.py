@@ -35,14 +35,14 @@ from vit.training.run_data import Notes, RunData
 from vit.training.step_result import StepValues
 
 PIECE = 2**22
-"""The number of rows that the ranks combine in one call, 16 MiB on each device."""
+"""The number of rows that the ranks combine in one call. These rows take 16 MiB on each device."""
 BYTES_OF_A_ROW = 4
 HEADER_BYTES = 128
 """The size of an .npy file's header."""
 
 
 class Written(NamedTuple):
-    """The values of all ranks for consecutive steps of one epoch."""
+    """The losses and margins of all ranks for consecutive steps of one epoch."""
 
     epoch: int
     """The epoch, counted from 1."""
@@ -84,7 +84,7 @@ class SampleLosses:
         self.add(step, nothing, nothing)
 
     def drop(self) -> None:
-        """Drop losses that were not collected, because their steps are trained again."""
+        """Drop losses that have not been collected, because the run repeats their steps."""
         self._steps = []
 
     def collect(self) -> list[Written]:

@@ -1,4 +1,4 @@
-"""Open metrics.jsonl, and write everything that is known before the first step.
+"""Open metrics.jsonl, and record all facts that are known before the first step.
 
 The `start` line contains the attempt's config, plan, data and host. The report and
 `vit.extras.report.replay` read this line. Settings are written to `config.yaml`, and the plan is

@@ -40,7 +40,8 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
     is_best = state.take_best(best_by, *((each.top1, each.loss) for each in choosing))
     with run.world.fail_together():
         if run.world.is_main:
-            # Save the predictions of the EMA if it exists, because users usually take its weights.
+            # Save the predictions of the EMA if it exists, because users usually take the EMA
+            # weights.
             preferred = results[VAL].get("ema", results[VAL]["model"])
             save_predictions(run.folder, preferred, run.evaluators[0].split, state.step)
     return {"last", "best"} if is_best else {"last"}
@@ -70,8 +71,8 @@ def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
         try:
             results |= evaluator.evaluate(run.models(), on_batch)
         finally:
-            # Only the first evaluator keeps its idle workers for the next evaluation. Keeping the
-            # workers of all evaluators would need too much memory.
+            # Only the first evaluator keeps its idle workers for the next evaluation, because the
+            # workers of all evaluators would take too much memory.
             if number:
                 evaluator.close()
     return results

@@ -108,7 +108,7 @@ class Trained:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Compute logits, (B, classes), from normalized inputs, (B, C, H, W) float32.
 
-        Gradients are off. The precision is that of the run (`train.precision`).
+        Gradients are off, and the precision is the run's `train.precision`.
         """
         with autocast(self.config.train.precision, self.device):
             return self.model(inputs.to(self.device, non_blocking=True))

@@ -42,8 +42,8 @@ def resample_posemb(
     """Resample positions to a different grid (section 3.2): (1, P + h*w, D) -> (1, P + h'*w', D).
 
     The first P = `num_prefix_tokens` rows are copied, because they have no position in the image.
-    The dtype is preserved. `interpolation` is "bicubic" or "bilinear". The defaults are those of
-    timm's `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
+    The dtype is preserved. `interpolation` is "bicubic" or "bilinear". The defaults match timm's
+    `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
     `antialias` only affects smaller grids. DeiT and MAE do not use antialiasing.
 
     Raises:

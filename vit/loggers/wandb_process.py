@@ -119,7 +119,7 @@ class Feed:
 
 
 def follow(run_dir: Path, mode: str, parent: int, log_line: LogLine) -> None:
-    """Show the run on W&B until training ends. mode: online or offline."""
+    """Log the run to W&B until training ends. mode: online or offline."""
     import wandb
 
     feed = Feed(run_dir, parent)

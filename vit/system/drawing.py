@@ -1,8 +1,8 @@
 """Draw the pictures of reports in a common style: width, colors, fonts and shortened names.
 
-Every PNG is 1400 pixels wide. The palette is that of Okabe and Ito (2008), which color-blind
-readers can distinguish, and information is never conveyed by color only. Long class names are
-shortened in the middle. A class without a name is shown as "class 7".
+Every PNG is 1400 pixels wide. The palette is from Okabe and Ito (2008), which color-blind readers
+can distinguish, and information is never conveyed by color only. Long class names are shortened in
+the middle. A class without a name is shown as "class 7".
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def link_to(name: str, path: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON to `path`, completely or not at all."""
+    """Atomically write `content` as JSON to `path`."""
     with replacing(path) as file:
         file.write(json_bytes(content))
 

@@ -68,8 +68,8 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
 def why_not_compiled(device: torch.device) -> str:
     """Return why torch.compile does not work on this host for `device`, or "" if it works.
 
-    The check compiles a small function. The seconds it takes are saved by the first real
-    compilation. Searching for the tools is not enough: a C++ compiler fails without Python's
+    The check compiles a small function. The seconds that the check takes are saved in the first
+    real compilation. Searching for the tools is not enough: a C++ compiler fails without Python's
     headers.
     """
     constant = time.time_ns()  # a new constant, so that no cache contains the result

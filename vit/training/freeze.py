@@ -27,7 +27,7 @@ BEHIND_THE_BLOCKS = ("norm.", "fc_norm.", "attn_pool.")
 def create_trained_model(config: Config, num_classes: int) -> Any:
     """Create the model of `config` with new weights, and freeze the part given by `init.freeze`.
 
-    The model accepts images of each size in `schedule.image_sizes`. Raises the ValueErrors of
+    The model accepts every image size in `schedule.image_sizes`. Raises the ValueErrors of
     `create_model`, `take_sizes` and `freeze`.
     """
     model = create_model(config.model, num_classes=num_classes)
@@ -40,8 +40,8 @@ def freeze(model: nn.Module, part: str | int) -> None:
     """Freeze parameters of a model that is not wrapped or compiled yet.
 
     part: "none"; "backbone" for everything but the head; or a number k for everything before the
-    blocks and the first k blocks. Raises ValueError if the model has fewer blocks, or if the frozen
-    part contains batch norms, because their statistics would still change.
+    blocks and the first k blocks. Raises ValueError if the model has fewer than k blocks, or if the
+    frozen part contains batch norms, because their statistics would still change.
     """
     if part == "none":
         return
@@ -71,7 +71,7 @@ def freeze(model: nn.Module, part: str | int) -> None:
 
 
 def frozen_parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and modules of the largest submodules of `model` that are entirely frozen."""
+    """Yield the outermost submodules of `model` that are entirely frozen, with their names."""
     for name, module in model.named_children():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):

@@ -1,4 +1,5 @@
-"""Exact top-1, top-5, loss and calibration error over a data set, with confidence intervals.
+"""Compute exact top-1, top-5, loss and calibration error over a data set, with confidence
+intervals.
 
 Counts are integers on the device, and losses are summed in fixed point, so the sums do not depend
 on the order of batches or the number of ranks. The ranks' sums are added only once, at the end.
@@ -22,9 +23,9 @@ FEW_IMAGES = 5000
 """Accuracies on fewer images than this are shown with their confidence interval, which is then
 wider than about one point."""
 TOP5_CLASSES = 6
-"""The smallest number of classes for which top-5 is not always 100 %."""
+"""The smallest number of classes for which top-5 can be below 100 %."""
 ECE_BINS = 15
-"""The number of bins in Guo et al. 2017."""
+"""The number of confidence bins, as in Guo et al. 2017."""
 _Z95 = 1.959964
 
 
@@ -44,7 +45,7 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the margin of each row: the logit of its label minus the largest other logit, (B,).
 
     A negative margin means a wrong prediction. The mean margin over epochs is the AUM of Pleiss et
-    al. 2020, equation 2. With a single class, the margin is infinite.
+    al. 2020, equation 2. If there is only one class, the margin is infinite.
     """
     own = labels[:, None]
     other_logits = logits.scatter(1, own, -math.inf)

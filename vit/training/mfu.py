@@ -65,7 +65,8 @@ class Utilization:
         return flops * images_per_s / (self.peak.peak_tflops * 1e12)
 
     def steps_like(self, step: int, first: int, stop: int) -> float:
-        """Return how many steps like `step` have the same total FLOPs as steps [first, stop)."""
+        """Return the number of steps like `step` that would cost as many FLOPs as steps [first,
+        stop)."""
         borders = [first, *(min(max(until, first), stop) for until, _ in self.stages), stop]
         lengths = [after - before for before, after in pairwise(borders)]
         flops = [*(flops for _, flops in self.stages), self.flops_per_image]

@@ -62,7 +62,8 @@ def flops_by_operator(
 ) -> dict[str, dict[Any, float]]:
     """Return the forward FLOPs of one image, keyed by module name and operator.
 
-    The name "Global" is the whole model. The arguments are those of `flops_per_image`.
+    The name "Global" stands for the whole model. The arguments are the same as for
+    `flops_per_image`.
     """
     weights = {
         name: torch.empty_like(tensor, device="meta")

@@ -64,11 +64,11 @@ class Probes:
         config = self._augment.config
         unit = config.mix_group_size if mixes(config) else 1
         num_rows = len(batch.labels)
-        # Use micro-batches, so that the same rows are mixed with each other on any number of ranks.
+        # Use micro-batches, so that the same rows are mixed on any number of ranks.
         size = self._micro_batch_size
         first = reduce.first_row(num_rows)
-        # Only the first ranks have these images. All other ranks also run the pass, because sharded
-        # parameters need all ranks.
+        # Only the first ranks have these images. The other ranks run the pass too, because sharded
+        # parameters are gathered from all ranks.
         largest = []
         for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
             end = start + min(math.ceil(IMAGES_OF_LOGITS / unit) * unit, size)
@@ -88,8 +88,8 @@ class Probes:
 def create_probes(
     model: nn.Module, config: Config, augment: Augment, micro_batch_size: int, total_steps: int
 ) -> Probes | None:
-    """Return the probes for `log.norms_every_steps`, or None if it is off. Raises ValueError like
-    `Norms`."""
+    """Return the probes for `log.norms_every_steps`, or None if it is off. Raises ValueError in the
+    same cases as `Norms`."""
     every_steps = config.log.norms_every_steps
     if every_steps is None:
         return None

@@ -18,7 +18,7 @@ from vit.training.metrics import margins
 from vit.training.run_data import Notes, RunData
 
 Forward = Callable[[Tensor], Any]
-"""A function that computes the model's logits, or those of two heads, under autocast."""
+"""A function that computes the model's logits, or the logits of two heads, under autocast."""
 
 
 class Objective:
@@ -32,7 +32,7 @@ class Objective:
 
     @property
     def notes(self) -> Notes:
-        """Notes and facts for the start of a run."""
+        """The notes and facts to record when a run starts."""
         return Notes(record={"teacher": None})
 
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:

@@ -31,8 +31,8 @@ class Plan:
     steps_per_epoch: int
     dropped_per_epoch: int
     distinct_images_per_epoch: int
-    """The number of different images in an epoch. An epoch has more rows if images are repeated, by
-    `order.aug_repeats` or weights."""
+    """The number of different images in an epoch. An epoch has more rows if `order.aug_repeats` or
+    weights repeat images."""
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
@@ -53,7 +53,8 @@ class Plan:
         return math.ceil(self.num_leaves / self.world_size) * self.micro_batch_size
 
     def rows_of(self, rank: int) -> range:
-        """Return the rows of the global batch that a rank trains on: whole micro-batches."""
+        """Return the rows of the global batch that a rank trains on. The rows form whole
+        micro-batches."""
         leaves = leaves_of(rank, self.world_size, self.num_leaves)
         return range(leaves.start * self.micro_batch_size, leaves.stop * self.micro_batch_size)
 
@@ -117,8 +118,8 @@ def divide_batch(
 def _divide_into_leaves(
     data: DataConfig, augment: AugmentConfig, world_size: int
 ) -> tuple[int, int]:
-    """Divide as `divide_batch` does, but with a micro-batch size independent of the number of
-    ranks."""
+    """Divide the batch like `divide_batch`, but choose a micro-batch size that does not depend on
+    the number of ranks."""
     batch = data.global_batch_size
     sizes = micro_batch_sizes(augment, batch)
     fitting = [size for size in sizes if batch // size >= world_size]

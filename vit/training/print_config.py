@@ -77,7 +77,7 @@ def describe(
         derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
     derived |= asdict(plan)
-    del derived["global_batch_size"]  # already printed among the settings
+    del derived["global_batch_size"]  # printed above, with the settings
     derived |= {"num_lanes": order.num_lanes, "block_samples": order.block_samples, **order_of}
     with torch.device("meta"):
         model = create_trained_model(config, num_classes)

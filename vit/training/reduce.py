@@ -28,7 +28,7 @@ class Reduce(Protocol):
     module: nn.Module
     """The module for forward passes: the model, or the model wrapped by DDP."""
     norm_ranks: int
-    """The number of ranks, from rank 0 on, whose gradient norms are added to the sums of a
+    """The number of ranks, counted from rank 0, that add their gradient norm to the sums of a
     step."""
 
     def divisor(self, num_rows: int) -> int:
@@ -80,7 +80,7 @@ class DataParallel:
         return nullcontext() if is_last else no_sync(self.module)
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Do nothing, because the sums of the step already contain these numbers."""
+        """Do nothing, because the sums of the step already include these numbers."""
 
     def finish(self) -> None:
         """Do nothing, because the last backward pass has averaged the gradients."""
@@ -90,7 +90,7 @@ class DataParallel:
         return self.world.sum_(values)
 
     def keeps_gradients(self, num_passes: int) -> bool:
-        """Return whether gradients of several passes accumulate under DDP.
+        """Return whether DDP accumulates the gradients of several passes.
 
         If so, gradients stay allocated in DDP's buckets and are set to zero. Otherwise the passes
         under `no_sync` would allocate a second set of gradients (2.5 GB for ViT-H), which the last

@@ -1,4 +1,4 @@
-"""The data of a run, the plan computed from the data, and notes to log when the run starts."""
+"""Open the data of a run, and compute the run's plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vit.training.plan import Plan, make_plan
 
 @dataclass(frozen=True)
 class Notes:
-    """Information that a component of a run provides before the first step."""
+    """The notes and facts that a component of a run provides before the first step."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that must be unchanged when the run resumes."""
@@ -31,7 +31,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and values derived from the data."""
+    """The data of a run, and values computed from the data."""
 
     plan: Plan
     train_set: TrainSet
@@ -41,7 +41,7 @@ class RunData:
     eval_batches: list[EvalBatches]
     """The batches of each split to evaluate."""
     image_format: ImageFormat
-    """The format of the images in evaluation."""
+    """The image format used in evaluation."""
     num_classes: int
     """The number of outputs of the model's head."""
     class_weights: tuple[float, ...] | None

@@ -25,7 +25,7 @@ class Slot(IntEnum):
     LOSS_SUM = 0
     ROW_WEIGHTS = 1
     STOP = 2
-    """The number of ranks that got a signal."""
+    """The number of ranks that received a signal."""
     BAD_IMAGES = 3
     VERDICT = 4
     """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`. Before the sum over ranks,
@@ -79,7 +79,7 @@ class StepValues(NamedTuple):
     grad_norm: float
     """The gradient norm before clipping."""
     stop: float
-    """The number of ranks that got a signal."""
+    """The number of ranks that received a signal."""
     bad_images: int
     verdict: int
     """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`."""

@@ -42,22 +42,22 @@ if TYPE_CHECKING:
     from vit.distributed.process_group import World
 
 SHOWN_DIGITS = 12
-"""The number of hash digits shown in messages."""
+"""The number of digits of the hash that messages show."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a teacher, for the log, metrics.jsonl and the check when a run resumes."""
+    """The facts that identify a teacher in the log, in metrics.jsonl and when a run resumes."""
 
     path: str
     model: str
     image_size: tuple[int, int]
     step: int | None
-    """The training step of the weights, if they come from a run of this project."""
+    """The step at which the weights were saved, if a run of this project saved them."""
     sha256: str
     """The hash of the weights (`vit.weights.files.fingerprint`)."""
     notes: tuple[str, ...] = ()
-    """Notes on how the weights or classes were matched."""
+    """Notes on how the weights and the classes were matched."""
 
 
 class Teacher:
@@ -171,7 +171,7 @@ class Distilled(Objective):
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
         """Make a `model` with two heads return the logits of both."""
         self._mark_teacher = mark_teacher
-        if hasattr(model, "distilled_training"):  # models with a second head
+        if hasattr(model, "distilled_training"):  # only models with a second head have this method
             model.distilled_training = True  # type: ignore[assignment]
 
     def __call__(
@@ -309,7 +309,7 @@ def _read(distill: DistillConfig) -> LoadedWeights:
 
 
 def _in_our_words(error: ValueError) -> str:
-    """Return the message of `error`, with the setting in place of the flag --model."""
+    """Return the message of `error`, with the flag --model replaced by the setting."""
     return str(error).replace("--model NAME", "distill.teacher_model")
 
 

@@ -1,4 +1,4 @@
-"""Write configs with which other programs open this project's models, or list unsupported features.
+"""Write configs that let other programs open this project's models, or list unsupported features.
 
     Subject: a model, its config and its class names
       -> lacking         the features that a program lacks; [] if it can open the model
@@ -236,7 +236,7 @@ def _unknown_fields(model: ModelConfig) -> list[str]:
 
 
 def timm_config(subject: Subject) -> dict[str, Any] | None:
-    """Return the `config.json` with which timm and transformers can open the weights of `subject`.
+    """Return a `config.json` that lets timm and transformers open the weights of `subject`.
 
     Returns None if timm has no such model. Sizes are passed as arguments, so any ViT name of timm
     would work. The most similar name is used.
@@ -371,7 +371,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
         "size": {"height": cover_h, "width": cover_w}
         if view.squash
         else {"shortest_edge": cover_h},
-        "resample": {"bilinear": 2, "bicubic": 3}[view.interpolation],  # Pillow's numbers
+        "resample": {"bilinear": 2, "bicubic": 3}[view.interpolation],  # Pillow's constants
         "do_center_crop": (height, width) != (cover_h, cover_w) or not view.squash,
         "crop_size": {"height": height, "width": width},
         "do_convert_rgb": True,

@@ -17,7 +17,7 @@ from vit.weights.published_models import HALF, KnownModel
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
 """Maps (hidden_size, num_hidden_layers) to the letter of the size."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
-"""Maps Pillow's numbers to interpolation methods."""
+"""Maps Pillow's resampling constants to interpolation methods."""
 MAX_NORM_EPS = 1e-5
 """The largest accepted norm epsilon (transformers' default: 1e-12). Up to this value, outputs
 differ only slightly from those of this project's model."""

@@ -4,8 +4,8 @@ The references are the installed versions of timm, torchvision and Pillow, and s
 big_vision.
 
 Pixel values are compared as integers. Our bilinear warp computes in float32, and Pillow's in
-double, so results may differ by one level. At the image border, our warp fills a few pixels that
-Pillow treats as part of the image. All other operations must match exactly.
+double, so results may differ by one level. At the image border, our warp uses the fill color for a
+few pixels that Pillow treats as part of the image. All other operations must match exactly.
 """
 
 from functools import partial

@@ -342,7 +342,7 @@ def test_damage_never_changes_an_image():
         try:
             expected = simplejpeg.decode_jpeg(data, "RGB", strict=False)
         except ValueError:
-            continue  # libjpeg is stricter about headers than transcoding needs to be
+            continue  # libjpeg is stricter about headers than transcoding must be
         assert np.array_equal(simplejpeg.decode_jpeg(marked, "RGB", strict=False), expected)
     assert outcomes[None] > 100, outcomes
     assert outcomes["damaged"] > 100, outcomes

@@ -146,8 +146,8 @@ def wait_for_end_of_group(group: int) -> None:
 def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
     prepare, undisturbed, tmp_path, number, status, early
 ):
-    """The signal is sent while the workers start. It is sent only to the parent, as by a batch
-    system, or to all processes, as by a terminal."""
+    """The signal is sent while the workers start. It goes only to the parent, like a signal from a
+    batch system, or to all processes, like Ctrl-C in a terminal."""
     root = tmp_path / "root"
     process = subprocess.Popen(
         [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],

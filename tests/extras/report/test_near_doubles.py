@@ -85,7 +85,7 @@ def planted(tmp_path_factory) -> Path:
 
 
 def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
-    # The images need several blocks, the last of which contains images of both splits.
+    # The images must span several blocks, the last of which contains images from both splits.
     monkeypatch.setattr(doubles_module, "BLOCK", 32)
     source = ReportSource(planted, CPU)
     train = source.train_set.split

@@ -6,9 +6,9 @@ crop for the decoder and one row of a small float table (B, K), the augmentation
 columns). Mixing depends on (seed, position) and on groups, pairs or rows of the *global* batch.
 Augmentation therefore does not depend on the number of ranks, workers or devices.
 
-Published random numbers never change. `tests/data/augment/golden_draws.json` contains those of the
-recipes. New random numbers need a new constant below. The length of an operation set affects the
-random numbers, so a new operation needs a new set.
+Published random numbers never change. `tests/data/augment/golden_draws.json` contains the random
+numbers of the recipes. New random numbers need a new constant below. The length of an operation set
+affects the random numbers, so a new operation needs a new set.
 """
 
 from __future__ import annotations
@@ -280,9 +280,9 @@ def _draw_erasing(
     """Draw the box to erase (Zhong et al. 2020): top, bottom, left and right in pixels, all 0 if
     nothing is erased.
 
-    As in timm/data/random_erasing.py with one box, up to ten boxes are drawn, with uniform area and
-    log-uniform aspect ratio (height / width), and rounded to pixels. The first box that is smaller
-    than the image on both sides is used.
+    As in timm/data/random_erasing.py with one box, up to ten boxes with uniform area and
+    log-uniform aspect ratio (height / width) are drawn and rounded to pixels. The first box that is
+    smaller than the image on both sides is used.
     """
     height, width = size
     tries_h, tries_w = _draw_boxes(
@@ -317,7 +317,7 @@ def mixes(config: AugmentConfig) -> bool:
 
 
 def partners(config: AugmentConfig, num_rows: int) -> NDArray[np.int64]:
-    """Return each row's partner, the row with which it is mixed.
+    """Return each row's partner, which is the row that is mixed into it.
 
     By default, each row is mixed with the next row of its group, and the last row with the first.
     With `mixup_mode: pair`, the first row is mixed with the last, the second with the second to

@@ -28,7 +28,7 @@ class Kind(IntEnum):
     TF_AUTO_CONTRAST = auto()
     EQUALIZE = auto()
     TF_WARP = auto()
-    """A warp by `pixel_ops.affine_nearest`. The parameters are those of `WARP`."""
+    """A warp by `pixel_ops.affine_nearest`, with the parameters of `WARP`."""
     WARP = auto()
     """A warp by `pixel_ops.affine`. Parameters: matrix entries a to f, and the fill color."""
     CONTRAST = auto()

@@ -205,8 +205,8 @@ def decode_center(
     Pixels equal those of torchvision's `v2.Resize` and `v2.CenterCrop` on a tensor. If
     `view.resizer` is pillow, they equal those of torchvision and timm's `create_transform` on a
     Pillow image. For a JPEG, only the visible part is decoded. With `view.apply_exif`, the image is
-    first rotated upright. Returns (channels, height, width) uint8. Raises ValueError like
-    `decode_box`.
+    first rotated upright. Returns (channels, height, width) uint8. Raises ValueError in the same
+    cases as `decode_box`.
     """
     data = upright(data, channels) if view.apply_exif else data
     try:
@@ -261,8 +261,8 @@ class _Line(NamedTuple):
 def _plan_line(
     original: int, resized: int, cropped: int, interpolation: str, can_stop: bool
 ) -> _Line:
-    """Plan an axis of `original` pixels, resized to `resized` pixels, for the central `cropped`
-    pixels.
+    """Plan the resize of one axis from `original` to `resized` pixels, of which only the central
+    `cropped` pixels are kept.
 
     can_stop: whether the resize takes a scale argument, which lets it stop after the visible
     pixels.

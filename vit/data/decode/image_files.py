@@ -100,7 +100,8 @@ def is_image(path: str) -> bool:
 def read_image(path: str) -> bytes:
     """Return the bytes of an image file.
 
-    Raises OSError, and ValueError if the file is not a regular file or exceeds MAX_IMAGE_BYTES.
+    Raises OSError if reading fails, and ValueError if the file is not a regular file or exceeds
+    MAX_IMAGE_BYTES.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
         raise ValueError("not a regular file")

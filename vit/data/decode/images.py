@@ -49,7 +49,7 @@ TILE_TAGS = (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
 STRIP_PIXELS = 1 << 20
 """The number of pixels to convert at a time, to limit the memory for converting large images."""
 UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
-"""Random pixels with which `_decode_cut` detects whether a decoder has written the last line."""
+"""Random pixels that `_decode_cut` uses to detect whether a decoder has written the last line."""
 
 
 def decoder_name() -> str:

@@ -38,7 +38,8 @@ def orientation_of(image: Image.Image) -> int:
 def upright(data: bytes, channels: int = 3) -> bytes:
     """Rotate an encoded image upright without loss. channels: 1 (gray) or 3 (RGB).
 
-    Returns `data` unchanged if the image is already upright. Raises ValueError like `decode`.
+    Returns `data` unchanged if the image is already upright. Raises ValueError in the same cases as
+    `decode`.
     """
     try:
         orientation = read_header(data).orientation

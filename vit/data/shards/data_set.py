@@ -192,8 +192,8 @@ def _find(
 def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
     """Check every shard of a split from this host, and return the number of shards and of bytes.
 
-    Does not write files. Raises ShardError like `open_split`, and also if the index of a folder
-    must be built first.
+    Does not write files. Raises ShardError in the same cases as `open_split`, and also if the index
+    of a folder must be built first.
     """
     _, shown, _, described, folder = _find(root, split, retry)
     versions = _check_shards(folder, described, None)

@@ -151,8 +151,8 @@ def rows_of_tars(
 
     lengths: number of samples that each tar must contain. sha256: recorded hash of each tar, None
     if unknown. with_checksums: read all images to compute their checksums and verify each sha256;
-    otherwise read only headers. Raises ShardError like `scan_tar`, and for tars that differ from
-    the recorded ones.
+    otherwise read only headers. Raises ShardError in the same cases as `scan_tar`, and for tars
+    that differ from the recorded ones.
     """
 
     def read_rows(tar: Path, length: int, expected: str | None) -> tuple[np.ndarray, str]:

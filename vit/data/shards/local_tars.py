@@ -95,7 +95,7 @@ class LocalTars:
         """Return `size` bytes at `offset` of a shard, or fewer at its end.
 
         sample: unused; `CachedTars.pread` has the same parameters.
-        Raises OSError, and ShardError if all retries failed.
+        Raises OSError if the read fails, and ShardError if all retries failed.
         """
         data = self.read(shard, size, offset)
         stages.current.count(read_bytes=len(data))

@@ -79,7 +79,8 @@ class Split:
         """Return the entire image in RGB and the label, as in torchvision.
 
         Training does not use this method but decodes windows (`vit.data.batches`). A negative `i`
-        counts from the end. Raises IndexError, and ShardError like `read`.
+        counts from the end. Raises IndexError if `i` is out of range, and ShardError in the same
+        cases as `read`.
         """
         i = range(self.num_samples)[i]
         return Image.fromarray(decode(self.read(i))), int(self.index[i]["label"])

@@ -91,7 +91,8 @@ class DropPathBySample(_BySample):
 
 
 class SampleKeys:
-    """The keys of all layers of a model: (layers, rows) int64 on the device, updated in place."""
+    """The random keys for all layers of a model: (layers, rows) int64 on the device, updated in
+    place."""
 
     def __init__(self, num_layers: int, num_rows: int, device: torch.device):
         self.by_layer = torch.zeros(num_layers, num_rows, dtype=torch.int64, device=device)
@@ -135,7 +136,7 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
 def _rate(module: nn.Module) -> float | None:
     """Return the rate of a module to replace, or None to keep the module."""
     if isinstance(module, nn.Dropout):
-        return module.p or None  # Do not replace dropout modules with rate 0.
+        return module.p or None  # Dropout with rate 0 drops nothing, so do not replace it.
     if isinstance(module, DropPath):
         return module.rate  # Replace even rate 0, so that all blocks share one compiled graph.
     # timm may not be installed, so recognize its class by name.

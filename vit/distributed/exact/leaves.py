@@ -93,7 +93,7 @@ class Leaves:
     ):
         self.module = model
         self.world = world
-        # All ranks have the same norm. Averaging would round, so use one rank's norm.
+        # All ranks have the same norm. Averaging would round the norm, so use the norm of one rank.
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from vit.distributed.world import World, leaves_of
 
 BUCKET_BYTES = 25 * 2**20
-"""The size of the gradient buckets that are exchanged together (DDP's default)."""
+"""The size of a gradient bucket, which is exchanged as a whole (DDP's default)."""
 
 
 ALIGNED_VALUES = 16
@@ -88,7 +88,7 @@ class Stack:
 
 
 def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
-    """Return the nodes that remain on a rank after it has added its `leaves`."""
+    """Return the nodes that remain on a rank after the rank has added its `leaves`."""
     stack = Stack(num_leaves)
     for leaf in leaves:
         stack.push(Node(0, leaf))
@@ -122,7 +122,7 @@ def tree_sum(values: Tensor) -> Tensor:
 
 @dataclass
 class _Bucket:
-    """Neighboring parameters whose gradients are exchanged together."""
+    """A group of neighboring parameters whose gradients are exchanged together."""
 
     first: int
     """The index of the bucket's first value in the flat vector of all gradients."""
@@ -168,7 +168,7 @@ class TreeSum:
         self._num_values = self._lay_out(bucket_bytes)
         self._device = world.device
         self._spare: list[Tensor] = []
-        """Unused vectors for reuse, each as long as all gradients together."""
+        """Free vectors that can be reused, each as long as all gradients together."""
         self._held: list[Tensor] = []
         """The vectors of the nodes on `Stack`."""
         self._stack = Stack(num_leaves)

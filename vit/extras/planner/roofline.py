@@ -2,10 +2,10 @@
 
     model on the meta device -> `forward_work` -> `training_work` -> `seconds` on a GPU
 
-The time is a sum of two parts: matrix products, at a share of the data sheet's peak, and
-activations that pass through memory, at the data sheet's bandwidth. Training takes the time of
-three forward passes. benchmarks/planner/planner_error.py fits the constants below to published
-measurements, and docs/planner_error.md lists the errors.
+The time has two parts: matrix products run at a fraction of the data sheet's peak, and activations
+pass through memory at the data sheet's bandwidth. Training takes the time of three forward passes.
+benchmarks/planner/planner_error.py fits the constants below to published measurements, and
+docs/planner_error.md lists the errors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vit.training.freeze import frozen_parts
 from vit.training.model_summary import flops_by_operator
 
 SHARE_OF_PEAK = 0.51
-"""The share of the data sheet's peak that matrix products reach."""
+"""The fraction of the data sheet's peak FLOP/s that matrix products achieve."""
 SHARE_OF_PEAK_GEFORCE = 1.02
-"""The same share for GeForce GPUs. Their data sheets give the rate with fp32 accumulation, which is
-half of the hardware's and therefore easy to reach."""
+"""`SHARE_OF_PEAK` for GeForce GPUs. Their data sheets give the rate with fp32 accumulation, which
+is half of the hardware's peak and therefore easy to reach."""
 BYTES_COMPILED = 9.8
 """The bytes that a forward pass moves per output element of a linear layer. They include the norms,
 activation functions and additions between the linear layers."""
@@ -62,7 +62,7 @@ def forward_work(
 ) -> tuple[Work, Work]:
     """Return the work of a forward pass for one image, and the part of it in trained layers.
 
-    `model` comes from `create_model` and is not wrapped. The other arguments are those of
+    `model` comes from `create_model` and is not wrapped. The other arguments are the same as for
     `vit.training.model_summary.flops_per_image`.
     """
     frozen = dict(frozen_parts(model))

@@ -1,13 +1,13 @@
-"""Describe another project's arguments as a table, and parse its command lines.
+"""Describe the arguments of another project's script as a table, and parse its command lines.
 
 A table row is `flags   type   default   our setting`, separated by two or more spaces. The first
 long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more),
 `on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
 The default `-` is None.
 
-Arguments for paths, logging, devices and speed are not part of a recipe and are in a second table.
-Abbreviated flags, such as `--batch 256` for `--batch-size 256`, are accepted, because published
-commands use them.
+A second table lists the arguments for paths, logging, devices and speed, which are not part of a
+recipe. Abbreviated flags, such as `--batch 256` for `--batch-size 256`, are accepted, because
+published commands use them.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         else:
             value_type = (_ONE | _MANY)[argument.type]
             kind = partial(_value, value_type, table.flag_of(name), problems)
-            # Only flags outside of recipes take an optional value, such as timm's --torchcompile.
+            # Only flags that are not part of a recipe, such as timm's --torchcompile, take an
+            # optional value.
             alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
             number = {"nargs": "+"} if argument.type in _MANY else alone
             parser.add_argument(*argument.flags, dest=name, type=kind, **number)

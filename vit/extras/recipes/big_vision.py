@@ -1,10 +1,10 @@
 """Map configs of big_vision's trainer to settings of this project.
 
 In big_vision, the batch size is the total over all devices. The weight decay is not multiplied by
-the learning rate, so it is divided by `lr` for this project. Weight decay applies only to kernels.
-Preprocessing is a string of operations. The default `loss` is the sigmoid loss. Epochs are rounded
-to steps. Only ViTs are supported. Settings for intermediate evaluations, logs and few-shot probes
-are skipped.
+the learning rate, so this project's value is the weight decay divided by `lr`. Weight decay applies
+only to kernels. Preprocessing is a string of operations. The default `loss` is the sigmoid loss.
+Epochs are rounded to steps. Only ViTs are supported. Settings for intermediate evaluations, logging
+and few-shot probes are skipped.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _map_length(reading: ConfigReading) -> None:
 
 
 def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
-    """Return the settings for the training part of a split and for its held-out part.
+    """Return the settings for the part of a split used for training and for the held-out part.
 
     `evals.*` are skipped, except `minival`, which is held out from training.
     """
@@ -308,7 +308,7 @@ def _map_schedule(reading: ConfigReading, lr: float) -> None:
 
 
 def _map_rest(reading: ConfigReading) -> None:
-    """Record big_vision's behavior that no key controls, and record unknown keys."""
+    """Record unknown keys, and the behavior of big_vision that no key controls."""
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
     map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
     accounted = {name for finding in reading.findings for name in finding.theirs}

@@ -30,7 +30,8 @@ _TYPESET = re.compile(
     "|(?<=[0-9][eE])[\u2010-\u2015\u2212](?=[0-9])"  # in numbers such as 1e-3
     "|[\u2018-\u201f]"  # quotes
 )
-"""Typographic dashes and quotes, which word processors and PDFs substitute for plain ones."""
+"""Matches the typographic dashes and quotes that word processors and PDFs insert in place of plain
+characters."""
 _TORCHRUN = (
     "--nproc_per_node --nnodes",
     "--nproc --nnodes",
@@ -56,9 +57,9 @@ _SINGLE_PROCESS = re.compile(
     r"(.*(&&|;) ?)?(\w+=\S* ?)*"  # preceding commands and variables
     r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
 )
-"""The text that may precede a script that runs as one process."""
+"""The words that may come before a script that runs as one process."""
 _COMMANDS = ("big_vision.train", "lightly-train")
-"""The programs that run without .py or -m."""
+"""The programs that are called by name, without .py or -m."""
 _HASH = "\ue000"
 """A placeholder for # inside a word, because shlex would start a comment at the #."""
 
@@ -165,7 +166,7 @@ def _shell_script(name: str, tokens: list[str]) -> Command:
     at = 0 if name.startswith("distributed") else 1
     if len(tokens) <= at or tokens[at].startswith("-"):
         raise ValueError(f"{name} was given no number of GPUs: pass it as an argument")
-    # The shell script passes the number to torchrun.
+    # The shell script passes the number of GPUs to torchrun.
     launcher = ["torchrun", f"--nproc_per_node={tokens[at]}"]
     return Command(name, tokens[:at] + tokens[at + 1 :], launcher)
 

@@ -1,9 +1,9 @@
 """Map commands of DeiT's main.py, and of its forks in ViT-5 and RoPE-ViT, to our settings.
 
-In DeiT, the batch size is per GPU. The learning rate is for a batch of 512 unless `--unscale-lr` is
-given. ThreeAugment replaces timm's transforms, including erasing. Models with LS in their names
-have the same drop-path rate in all blocks. The learning rate changes once per epoch, one epoch
-late.
+In DeiT, the batch size is per GPU. The learning rate is for a batch of 512 images, and is scaled to
+the actual batch size unless `--unscale-lr` is given. ThreeAugment replaces timm's transforms,
+including erasing. Models with LS in their names have the same drop-path rate in all blocks. The
+learning rate changes once per epoch, one epoch late.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ _PARTS_OF_VIT5 = {
 
 
 def table_for(command: Command) -> Table:
-    """Return the argument table of the main.py that `command` runs. Three projects have one."""
+    """Return the argument table of the main.py that `command` runs. Three projects have a
+    main.py."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT

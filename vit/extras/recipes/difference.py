@@ -1,4 +1,4 @@
-"""List the settings that differ between two recipes, and the known effect of each setting.
+"""List the settings that differ between two recipes, and the known effect of each difference.
 
 Settings with a published ablation come first, and harmless settings come last
 (`vit.extras.recipes.effects`).
@@ -82,7 +82,7 @@ def compare(first: Config, second: Config) -> list[Difference]:
 
 
 def _implied_values(config: Config) -> dict[str, Any]:
-    """Return the values that the model name and the augmentation imply for null settings."""
+    """Return the values that null settings take, given the model name and the augmentation."""
     is_timms = config.augment.randaugment_ops.startswith("timm")
     implied: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
@@ -121,7 +121,7 @@ def _shown(key: str, value: Any) -> str:
     """Format a value. For `None`, add its meaning from the schema."""
     if value is None or value == []:
         section, _, name = key.partition(".")
-        # The section has no field for a key such as eval.sets.NAME.split.
+        # A key such as eval.sets.NAME.split has no field in its section.
         fields = (kind.model_fields.get(name) for kind in sections()[section])
         text = " ".join(" ".join(str(field.description) for field in fields if field).split())
         meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", text)

@@ -104,8 +104,8 @@ _IMAGES = (
     "loader.on_bad_image",
     *(f"data.{name}" for name in Selection.model_fields),
 )
-"""The settings that change training images. A resumed run may change some of them, because the
-samples are compared instead."""
+"""The settings that change the training images. A resumed run may change some of these settings,
+because the samples are compared instead."""
 
 
 class Effect(NamedTuple):

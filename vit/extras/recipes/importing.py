@@ -142,7 +142,7 @@ def is_default(key: str, value: Any, optimizer: str) -> bool:
 
 
 def _names_of(kind: type[Section]) -> tuple[Any, ...]:
-    """Return the names that select the type of this section, such as ("adamw",)."""
+    """Return the names that select this section's class, such as ("adamw",)."""
     return getattr(kind.model_fields["name"].annotation, "__args__", ())
 
 

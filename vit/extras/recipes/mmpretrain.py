@@ -86,8 +86,8 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
 
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
-    """Map a config. path: the config's file, used to find base configs. num_gpus: None if
-    unknown."""
+    """Map a config. path: the config file, whose folder is used to find base configs. num_gpus:
+    None if unknown."""
     config = with_bases(text, path)
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
@@ -173,7 +173,8 @@ def _map_model(reading: ConfigReading) -> None:
 
 
 def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> None:
-    """Map the network. size: such as b16. ours: the settings, unless `pre_norm` selects CLIP."""
+    """Map the network. size: a size such as b16. ours: the settings to use unless `pre_norm`
+    selects CLIP."""
     names = reading.remaining(
         "model.backbone.arch model.backbone.patch_size model.backbone.pre_norm"
     )
@@ -292,7 +293,8 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
         text = "this project warps bilinearly, MMPretrain bicubically: no known effect on accuracy"
         reading.differs(names, text, settings)
     elif kind == "AutoAugment" and reading.get(f"{item}.policies") == "imagenet":
-        # AutoAugment does not pass its `hparams` (color and interpolation) to the operations.
+        # MMPretrain's AutoAugment does not pass its `hparams` (color and interpolation) to the
+        # operations.
         text = "MMPretrain warps by nearest pixel and fills gray, this project bilinearly and black"
         reading.differs(names, text, {"augment.auto_augment": "imagenet"})
     elif kind == "RandomErasing":

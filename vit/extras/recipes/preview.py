@@ -1,7 +1,7 @@
 """Show the parameter groups and learning rate of a recipe, and the differences between recipes.
 
-The model is created on the meta device, which is fast for models of any size. An epoch has the
-length of ImageNet-1k unless the number of images is given.
+The model is created on the meta device, which is fast for models of any size. An epoch has as many
+images as ImageNet-1k, unless the number of images is given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vit.optim.schedule import weight_decay_at
 from vit.system.drawing import BLUE, GREY, ORANGE, add_title, drawing
 
 POINTS = 1000
-"""The number of points of each curve."""
+"""The number of points on each curve."""
 
 
 def groups_table(config: Config) -> Table:
@@ -66,8 +66,8 @@ def groups_table(config: Config) -> Table:
 def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> Path:
     """Plot the learning rate, the weight decay and the `eval.reference` curve over epochs.
 
-    num_images: the images in an epoch. Returns `picture`. Raises ValueError if the reference cannot
-    be read.
+    num_images: the number of images in an epoch. Returns `picture`. Raises ValueError if the
+    reference cannot be read.
     """
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
@@ -138,7 +138,7 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
 
 
 def _rates(first: Config, second: Config) -> str:
-    """Describe the gap between two runs' learning rates, or return "" if they match."""
+    """Describe how the learning rates of two runs differ, or return "" if they are equal."""
     rates = []
     for config in (first, second):
         values = config_io.to_dict(config)

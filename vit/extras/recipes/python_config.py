@@ -89,7 +89,7 @@ class _Function:
 
 
 class PythonConfig:
-    """An evaluated config file with its names and functions.
+    """The result of evaluating a config file: its names and functions.
 
     imported: replacements for imported functions by dotted name, such as `bvcc.parse_arg`.
 
@@ -400,7 +400,8 @@ class Leaves(dict[str, Any]):
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:
     """Return an OpenMMLab config, merged over its `_base_` files.
 
-    text: the config. path: the config's file. Raises a ValueError that lists missing base files.
+    text: the contents of the config. path: the config file. Raises a ValueError that lists missing
+    base files.
     """
     names = PythonConfig(text, str(path or "the config")).names
     own = {

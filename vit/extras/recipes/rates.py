@@ -1,4 +1,4 @@
-"""Compute learning rate schedules of other projects, and compare them with those of this project.
+"""Compute other projects' learning rate schedules, and compare them with this project's schedules.
 
 A schedule is a function of the time in epochs, so per-step and per-epoch schedules can be compared.
 Tests compare the functions with the schedulers of timm and torch.
@@ -184,7 +184,7 @@ def in_percent(share: float) -> str:
 
 
 def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove warm-up settings if the schedule has no warm-up."""
+    """Remove the warm-up settings from `settings` if the schedule has no warm-up."""
     if settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps"):
         return dict(settings)
     without = ("schedule.warmup_lr", "schedule.warmup_prefix")
@@ -196,7 +196,7 @@ def map_rate(
 ) -> None:
     """Map the arguments `names` to `settings`, and record the difference from `theirs`.
 
-    Learning rate, epochs and batch size must be recorded first. reasons: an explanation of the
+    Learning rate, epochs and batch size must be recorded first. reasons: a text that explains the
     difference.
     """
     settings = with_effect(settings)

@@ -24,7 +24,7 @@ class Finding(NamedTuple):
     """The names of the arguments, or () for a property without an argument, such as the
     precision."""
     settings: dict[str, Any]
-    """The closest settings of this project, keyed by dotted path."""
+    """This project's closest settings, keyed by dotted path."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
 
@@ -41,8 +41,8 @@ class Reading:
         self.stated = parsed.stated
         self.findings: list[Finding] = []
         self.comments: dict[str, str] = {}
-        """The computation of each value, keyed by dotted path, which is written to the YAML file as
-        a comment."""
+        """An explanation of how each value was computed, keyed by dotted path. The YAML file
+        contains these texts as comments."""
         self._known = frozenset(all_keys())
 
     @property
@@ -59,7 +59,7 @@ class Reading:
     ) -> None:
         """Record that the arguments `names` (separated by spaces) equal `settings`.
 
-        note: the computation of the first value. text: an assumption behind the computation.
+        note: how the first value was computed. text: an assumption made in the computation.
         """
         self._add("same", names, settings, text)
         if note and settings:
@@ -86,7 +86,7 @@ class Reading:
         ]
 
     def expect_off(self, parts: Mapping[str, str]) -> None:
-        """Record the arguments that have an equivalent only if they are off.
+        """Record arguments that this project can reproduce only if they are off.
 
         parts: maps argument names to descriptions.
         """
@@ -98,7 +98,7 @@ class Reading:
                 self.cannot(name, description)
 
     def finish(self) -> None:
-        """Record paths and logging options, and assert that each argument has exactly one
+        """Record the paths and logging options, and check that each argument has exactly one
         finding."""
         places = [a.name for a in self.table.arguments if not a.in_recipe]
         accounted = [name for finding in self.findings for name in finding.theirs]

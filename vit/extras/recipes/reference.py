@@ -7,10 +7,10 @@ recipe and the training length:
     this run's plan and validation set -> `Comparison`: whether the run can be compared
     an evaluation -> its difference, for metrics.jsonl and the log
 
-A run is compared only if its validation set matches, and its length equals that of the recipe or
-the curve. Values are compared at the same fraction of both schedules, which is the same epoch
+A run is compared only if it uses the same validation set, and is as long as the recipe or the
+published run. Values are compared at the same fraction of both schedules, which is the same epoch
 unless the published run was longer than the recipe. Values between two published points are
-interpolated. Evaluations before the first or after the last point are not compared.
+interpolated. Evaluations before the first point or after the last point are not compared.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Header(Section):
     """The header of a curve's file, which has lines of the form `# key: value`."""
 
     title: str
-    """The network, recipe and length, in words."""
+    """A description of the network, the recipe and the training length."""
     source: str
     """The repository, commit and file from which the numbers were taken."""
     note: str = ""
@@ -106,7 +106,7 @@ class Reference:
 
     def at(self, share: float) -> dict[str, Value]:
         """Return the metrics at `share` of the schedule, or {} outside the published range."""
-        # Rounding can move the share slightly out of the range.
+        # Rounding can move the fraction slightly out of the range.
         if not self.first - 1e-9 <= share <= self.last + 1e-9:
             return {}
         metrics = {}
@@ -225,7 +225,7 @@ class Comparison:
 
     @property
     def length_note(self) -> str:
-        """A note that the run and the reference have different lengths, or ""."""
+        """A note if the run and the reference differ in length, else ""."""
         ours = float(self.plan.total_steps)
         if self.reference.unit == "epoch":
             ours = self.plan.total_steps / self.plan.steps_per_epoch
@@ -251,7 +251,8 @@ class Comparison:
         return fields
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return a line with both accuracies, or "" if they cannot be compared."""
+        """Return a line with the run's and the published accuracy, or "" if they cannot be
+        compared."""
         if self.refusal:
             return ""
         share = step / self.plan.total_steps

@@ -26,7 +26,8 @@ _ALWAYS = {
     "train.epochs",
     "train.precision",
 }
-"""The settings that are always written, because readers look for them first."""
+"""The settings that are written even if they equal the defaults, because readers look for them
+first."""
 _COLUMNS = 100
 
 
@@ -78,7 +79,7 @@ def account(imported: Imported) -> str:
 
 
 def count(reading: Reading) -> dict[str, int]:
-    """Count arguments by verdict. A finding without an argument is counted once."""
+    """Count the arguments with each verdict. A finding without an argument counts as one."""
     counts = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
     for finding in reading.findings:
         counts[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
@@ -137,7 +138,8 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 
 def _header(imported: Imported, out: Path | None) -> str:
-    """Return YAML comments that state the recipe's source and the differences."""
+    """Return YAML comments that state the source of the recipe and how the settings differ from
+    it."""
     reading = imported.reading
     size = imported.settings.get("model.image_size", 224)
     name = imported.settings.get("model.name", "vit_b16")

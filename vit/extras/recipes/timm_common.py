@@ -42,7 +42,8 @@ _BILINEAR_WARPS = "this project warps bilinearly, the source by {}: no known eff
 
 
 def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1) -> int:
-    """Map the batch size per GPU and the batches per step. Return the global batch size.
+    """Map the batch size per GPU and the number of batches per step, and return the global batch
+    size.
 
     num_gpus: None if the command starts a single process.
     """
@@ -121,7 +122,8 @@ def _is_number(name: str, number: str) -> bool:
 
 
 def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings for `rand-...`, and the parts without an equivalent.
+    """Return the settings for the policy `rand-...`, and the parts of the policy without an
+    equivalent.
 
     numbers: the name and number of each part.
     """
@@ -312,7 +314,8 @@ def map_clipping(reading: Reading) -> None:
 
 
 def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
-    """Map layer-wise learning rates. With form `beit`, the last norm has the head's rate."""
+    """Map the factor for layer-wise learning rates. form: `beit` gives the last norm the head's
+    rate."""
     if factor is None or factor == 1:
         reading.same(argument)
     else:
@@ -320,7 +323,7 @@ def map_layer_decay(reading: Reading, argument: str, factor: float | None, form:
 
 
 def map_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
-    """Map `--model-ema-decay`. decay: None without an average. note: a difference in its use."""
+    """Map `--model-ema-decay`. decay: None if the average is off. note: how its use differs."""
     if decay is None:
         reading.inert("model_ema_decay", "the average is off")
     elif note:
@@ -330,7 +333,8 @@ def map_average(reading: Reading, decay: float | None, *, note: str = "") -> Non
 
 
 def local_file(source: str) -> tuple[str, str]:
-    """Return a local path for weights at a path or URL, and a note to download the URL."""
+    """Return a local path for weights at a path or URL, and a note that the URL must be
+    downloaded."""
     if "://" not in source:
         return source, ""
     return source.rpartition("/")[2], f"download {source}"
@@ -339,12 +343,12 @@ def local_file(source: str) -> tuple[str, str]:
 def map_initial_weights(reading: Reading, theirs: str, source: str | None = None) -> None:
     """Record the distribution of initial weights, which has no argument.
 
-    theirs: the difference of the source project's distribution, or "". source: the nearest
+    theirs: how the source project's distribution differs, or "". source: the nearest
     `model.weight_init`.
     """
     ours = "normal, std 0.02 (patches LeCun's), and a head of zeros"
     settings = {}
-    # With a checkpoint, only the head is new. The head starts at 0.
+    # With a checkpoint, only the head is new, and its weights start at 0.
     if source is not None and "init.checkpoint" not in reading.settings:
         settings = {"model.weight_init": source}
         ours = f"model.weight_init={source}"

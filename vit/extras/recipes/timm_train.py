@@ -316,7 +316,7 @@ def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
 
 
 def _note_rate_for_sgd(reading: Reading, lr: float) -> None:
-    """Add a note if Adam or LAMB uses timm's default learning rate, which is meant for SGD."""
+    """Add a note if Adam or LAMB runs with timm's default learning rate, which is meant for SGD."""
     is_adaptive = reading.settings["optim.name"] in ("adamw", "nadamw", "lamb")
     if is_adaptive and not reading.stated & {"lr", "lr_base"} and lr >= 0.01:
         text = (

@@ -212,7 +212,7 @@ def bring_checkpoint(
     copy: Copy,
     on_damage: Callable[[str, str], None],
 ) -> str | None:
-    """Download the newest checkpoint whose sha256 matches, completely or not at all.
+    """Atomically download the newest checkpoint whose sha256 matches.
 
     on_damage: called with the folder of a damaged checkpoint and the problem. Returns the name of
     the folder that was downloaded or already exists locally, or None. Raises the same exceptions as

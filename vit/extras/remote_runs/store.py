@@ -220,7 +220,7 @@ class RunStore(Place):
             for name in names:
                 self._upload(name)
             for name in set(plain_names(self._copy.names())) - set(names):
-                self._remove(name)  # Removed locally, such as `stopped_early`.
+                self._remove(name)  # The file was deleted locally.
             self._push_record(self._store)
             self._push_checkpoints()
             self._copy.save()

@@ -82,7 +82,7 @@ def _reading(model: Any, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | N
     num_tokens = blocks[0].shape[-1]
     if pool:
         weights = pool[0][:, :, 0]
-        # MAP heads attend only to patches, except that timm's may attend to all tokens.
+        # Our MAP heads attend only to patches, but timm's MAP heads may attend to all tokens.
         return nn.functional.pad(weights, (num_tokens - weights.shape[-1], 0))
     # timm may include the class token and registers in the mean.
     averages_all = getattr(model, "pool_include_prefix", False)
@@ -107,7 +107,8 @@ def output_attention(maps: list[Tensor], reading: Tensor, num_prefix_tokens: int
     """Return the attention of the output to each patch, (B, layers, heads, h*w) float32.
 
     maps, reading: fields of `AttentionMaps`. The result is the mean over the rows of each map,
-    weighted by `reading`. If the head reads the class token, the result is that token's row.
+    weighted by `reading`. If the head uses the class token, the result is the row of the class
+    token.
     """
     read = reading.mean(1)
     layers = [torch.einsum("bi,bhij->bhj", read.expand(len(m), -1), m) for m in maps]
@@ -203,9 +204,10 @@ def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
 def filter_components(model: nn.Module, num: int) -> tuple[Tensor, Tensor]:
     """Return the first principal components of the patch embedding's filters, and their shares.
 
-    The components are those of Figure 7 (left) of Dosovitskiy et al. 2021 (arXiv 2010.11929), in
-    which the D filters are points in the space of a patch's pixels. Returns (k, C, h, w) float64
-    and (k,). Raises ValueError if the model does not embed patches with a single convolution.
+    The components are computed as for Figure 7 (left) of Dosovitskiy et al. 2021 (arXiv
+    2010.11929): the D filters are points in the space of a patch's pixels. Returns (k, C, h, w)
+    float64 and (k,). Raises ValueError if the model does not embed patches with a single
+    convolution.
     """
     embed: Any = getattr(model, "patch_embed", None)
     weight = getattr(getattr(embed, "proj", None), "weight", None)

@@ -90,7 +90,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
     )[..., :3]
     colors[matrix == 0] = 1.0
     axes.imshow((255 * colors).astype(np.uint8))
-    # The longest number must fit in a cell.
+    # Choose the font size such that the longest number fits in a cell.
     size = min(11.0, cell_in * 72 / (0.66 * len(str(matrix.max())) + 0.2))
     for t, p in np.argwhere(matrix > 0).tolist():
         is_dark = colors[t, p] @ (0.299, 0.587, 0.114) < 0.55

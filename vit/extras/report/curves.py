@@ -1,8 +1,8 @@
 """Plot the curves of a run: loss, accuracy, learning rate and throughput over steps.
 
-One picture contains all four panels. Long curves are averaged. Other pictures show the loss and
-accuracy of several runs over epochs, and the norms of a run by depth and step
-(`log.norms_every_steps`).
+One picture contains all four panels. Long curves are smoothed by averaging neighboring points.
+Other pictures show the loss and accuracy of several runs over epochs, and the norms of a run by
+depth and step (`log.norms_every_steps`).
 
 Training accuracy is computed from the recorded margins of augmented images
 (`vit.hooks.sample_losses`). Mixed inputs do not have a single correct class, so epochs with mixing
@@ -127,7 +127,7 @@ def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArr
 
 
 def _line(axes: Axes, lines: list[dict[str, Any]], name: str, *, style: str, **look: Any) -> None:
-    """Plot `name` against the step. style, look: format string and keyword arguments of
+    """Plot `name` against the step. style, look: the format string and keyword arguments for
     matplotlib's `plot`."""
     steps, values = _points(lines, name)
     if len(steps):
@@ -194,7 +194,7 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     _draw_three(axes, history, "top1", training="training, augmented", validation="validation")
     names = set_names(history)
     for name, (color, style) in zip(names, cycle(SET_LINES), strict=False):
-        # Each set has one line, which shows the averaged weights if they exist.
+        # Draw one line per set, for the averaged weights if they exist.
         averaged = any(f"{name}/top1_ema" in line for line in evals)
         key = f"{name}/top1{'_ema' if averaged else ''}"
         _line(axes, evals, key, style=style, color=color, label=name)
@@ -401,8 +401,8 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
             read = [[line.get(key, {}).get(layer) for line in lines] for layer in rows]
             values = np.array(read, dtype=float).reshape(len(rows), len(lines))
             if key == WEIGHT:
-                # Absolute norms depend on the size of a layer, so they are divided by the first
-                # value.
+                # Absolute norms depend on the size of a layer, so divide each norm by the layer's
+                # first value.
                 values = values / np.where(values[:, :1] > 0, values[:, :1], np.nan)
             axes.set_title(title)
             if rows:

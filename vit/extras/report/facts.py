@@ -1,4 +1,5 @@
-"""Collect the report's numbers and sentences from metrics.jsonl, the config and the run folder.
+"""Collect the numbers and sentences of the report from metrics.jsonl, the config and the run
+folder.
 
 Missing values are None, which the template shows as a dash.
 """
@@ -216,7 +217,7 @@ def set_rows(history: History) -> list[dict[str, Any]]:
 def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the results of the last and the best evaluation.
 
-    If averaged weights exist, the last result is that of the averaged weights.
+    If averaged weights exist, the last result is for the averaged weights.
     """
     if not evaluations:
         return None
@@ -332,7 +333,8 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
                 "about": info.description or "",
             }
             rows.append(row)
-            # Each optimizer has its own class, whose default name is its own.
+            # Each optimizer has its own settings class, whose default for `name` is the optimizer's
+            # name.
             usual = Config.model_fields["optim"].default.name
             if row["key"] == "optim.name" and values[key] != usual:
                 row.update(differs=True, default=usual)

@@ -1,7 +1,7 @@
 """Read a run's attempts, their outcomes and the valid lines from metrics.jsonl.
 
-Damaged lines, for instance after a kill or on a bad disk, are skipped. Each `start` line begins an
-attempt. Steps that a later attempt repeated are removed.
+Lines that were damaged by a kill or a bad disk are skipped. Each `start` line begins an attempt.
+Steps that a later attempt repeated are removed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class History:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan of the last attempt that has one, or {} if none has."""
+        """The plan of the last attempt that recorded a plan, or {} if no attempt did."""
         plans = [attempt.start.get("plan") for attempt in self.attempts]
         return next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
 
@@ -111,7 +111,7 @@ class History:
 
 
 def median(lines: list[dict[str, Any]], name: str) -> float | None:
-    """Return the median of a value in the train lines of `lines`."""
+    """Return the median of a value over the train lines among `lines`."""
     values = [
         line[name] for line in lines if line["kind"] == "train" and line.get(name) is not None
     ]
@@ -127,7 +127,7 @@ def set_names(history: History) -> list[str]:
 def read_history(path: Path, in_use: bool | None = None) -> History:
     """Read metrics.jsonl. in_use: whether a process is training the run, or None if unknown."""
     lines, num_unreadable = read_lines(path)
-    lines = shown_values(lines)  # Old versions may have recorded logins.
+    lines = shown_values(lines)  # Old versions of this project may have recorded logins.
     attempts = list[Attempt]()
     for line in lines:
         if line["kind"] == "start":

@@ -23,7 +23,8 @@ from vit.training.metrics import PairedDifference, paired_difference
 BATCH = 16
 """The batch size for predictions."""
 MAX_EACH = 12
-"""The maximum number of images to show that only A, or only B, classifies correctly."""
+"""The maximum number of images to show that only one of the models classifies correctly, per
+model."""
 
 
 class Compared(NamedTuple):
@@ -34,12 +35,12 @@ class Compared(NamedTuple):
     predictions: tuple[Tensor, Tensor]
     """The predicted classes of each model, (N,) int64."""
     probabilities: tuple[Tensor, Tensor]
-    """The probability that each model assigned to its predicted classes, (N,) float32."""
+    """The probabilities that each model assigned to its predictions, (N,) float32."""
     difference: PairedDifference
 
     @property
     def is_right(self) -> tuple[Tensor, Tensor]:
-        """Masks of the correct predictions of each model, (N,) bool."""
+        """A mask of the correct predictions for each model, (N,) bool."""
         first, second = self.predictions
         return first == self.labels, second == self.labels
 
@@ -111,7 +112,7 @@ def plot_comparison(
         try:
             relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
             looks.append(overlaid(pixels, relevance))
-        except ValueError:  # For example, a convolutional network.
+        except ValueError:  # The model may be a convolutional network, for example.
             looks.append(pixels.expand(-1, 3, -1, -1).float() / 255)
     size = shown[0].shape[2:]
     side = cell_width_in(6)

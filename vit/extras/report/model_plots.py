@@ -72,10 +72,10 @@ def plot_attention(
     """Draw each image next to the relevance of its patches, with its class and the prediction.
 
     images: (B, C, H, W) uint8. relevance: (B, h, w) float, scaled to [0, 1] in each image. labels,
-    predictions: B classes, or -1 if the logits were NaN. probabilities: of the predicted classes.
-    Returns `picture`.
+    predictions: B classes, or -1 if the logits were NaN. probabilities: the probabilities of the
+    predicted classes. Returns `picture`.
     """
-    # The width of two images, the gap between pairs and the height of two lines, in inches.
+    # The width of two images, the gap between pairs and the height of two lines of text, in inches.
     pair = 3.75
     gap = 0.3
     head = 0.43

@@ -2,8 +2,8 @@
 
 Attempts, tables, faults and curves are read from metrics.jsonl, even if parts of it are damaged.
 Settings come from the config. Pictures come from `vit.extras.report.pictures` and are embedded as
-data URIs. A missing picture is replaced by the reason. Curves are inline SVG, which is sharp at any
-size and matches the page's colors in light and dark mode.
+data URIs. If a picture is missing, the page shows the reason. Curves are inline SVG, which is sharp
+at any size and matches the page's colors in light and dark mode.
 
 All content of a run is escaped, because it is untrusted. The page's content security policy blocks
 all external resources, and allows only one script, which is identified by its hash.
@@ -62,7 +62,7 @@ THEME = {
     "#d55e00": "orange",
     "#009e73": "green",
 }
-"""The CSS variable for each color of the curves. The variables differ in dark mode."""
+"""Maps each color of the curves to a CSS variable, whose value differs in dark mode."""
 
 
 @dataclass(frozen=True)

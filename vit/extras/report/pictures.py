@@ -1,7 +1,7 @@
 """Draw all pictures of a run from its folder and its data.
 
-Mistakes come from `predictions.npz`. If a picture cannot be drawn, the reason is stored, and the
-remaining pictures are still drawn.
+Mistakes are read from `predictions.npz`. If a picture cannot be drawn, the reason is stored, and
+all other pictures are still drawn.
 
     runs/<name>/report/
       curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
@@ -41,7 +41,7 @@ NUM_ATTENTION = 12
 """The number of images in `attention.png`. At most `NUM_ATTENTION_WRONG` are mistakes."""
 NUM_ATTENTION_WRONG = 4
 NUM_DISTANCE = 32
-"""The number of images averaged in `distance.png`."""
+"""The number of images over which `distance.png` averages."""
 NUM_CONFUSED_PAIRS = 10
 """The number of rows in `confused.png`. Each row has up to `NUM_EXAMPLES` images."""
 NUM_EXAMPLES = 6
@@ -136,7 +136,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
-    # Decode only part of the batch, as one of many ranks does.
+    # Decode only part of the batch, as if this process were one of many ranks.
     shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
     share = min(shares, default=batch_size)
     batches = TrainBatches(

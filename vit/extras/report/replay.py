@@ -1,9 +1,10 @@
 """Reconstruct the batch of any training step: images, crops, augmentations and mixing.
 
 Batches are not stored. The order of samples is computed from the config, and random numbers depend
-only on (seed, epoch, sample, copy) and (seed, position). The reconstructed tensors are
-bit-identical on the same type of device. metrics.jsonl contains the steps, the number of ranks and
-the hash of the data. `samples/` (vit.hooks.sample_losses) contains the loss of each row.
+only on (seed, epoch, sample, copy) and (seed, position). On the same type of device, the
+reconstructed tensors are bit-identical to the original ones. metrics.jsonl contains the steps, the
+number of ranks and the hash of the data. `samples/` (vit.hooks.sample_losses) contains the loss of
+each row.
 
     metrics, config -> step -> rows -> TrainBatches.fill -> Augment -> inputs, targets -> sheet, CSV
 """
@@ -81,7 +82,7 @@ class ReplayedRow:
     crop_width: int
     crop_height: int
     augmentation: str
-    """All augmentations except mixing."""
+    """A text that lists all augmentations except mixing."""
     mixed_by: str
     """The mixing method: "mixup", "cutmix", or "" for a row that is not mixed."""
     partner_row: int | None
@@ -153,7 +154,7 @@ class Replay:
                     f" {self.world_size - 1}"
                 )
             self.rows = self._rows_of_ranks[rank]
-        # All rows are loaded, so that row numbers equal those of the global batch.
+        # Load all rows, so that row numbers are those in the global batch.
         self._batches = TrainBatches(
             train.split,
             self.order,
@@ -249,7 +250,8 @@ class Replay:
         ]
 
     def _recorded_values(self) -> NDArray[np.float16]:
-        """Return recorded losses and margins, (2, global_batch_size), or NaN for missing values."""
+        """Return the recorded losses and margins, (2, global_batch_size), with NaN for missing
+        values."""
         path = epoch_files(self.source.run_dir).get(self.epoch)
         if path is None:
             return np.full((2, self.order.global_batch_size), np.nan, np.float16)
@@ -259,8 +261,8 @@ class Replay:
     def _check_same(self, start: dict[str, Any]) -> None:
         """Raise ValueError if the data or the order differ from those of the attempt.
 
-        start: the `start` line of the attempt. Runs of earlier versions have no hashes and are not
-        checked.
+        start: the `start` line of the attempt. Runs of earlier versions recorded no hashes and are
+        not checked.
         """
         split = self.source.train_set.split
         recorded = start.get("content_sha256")

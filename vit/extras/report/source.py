@@ -1,7 +1,7 @@
 """Read a run folder and its data for the report.
 
-The run may be finished, stopped, killed or still running. Each file is read on first use. A missing
-file raises ValueError, whose message is shown in the report.
+The run may be finished, stopped, killed or still running. Each file is read on first use. If a file
+is missing, ValueError is raised, and the report shows its message.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class ReportSource:
         return ImageFormat.from_config(config.model, config.data, config.schedule)
 
     def eval_image(self, sample: int, split: Split | Sources | None = None) -> Tensor:
-        """Decode an image as in evaluation, by default of `val_split`: (C, H, W) uint8."""
+        """Decode an image, of `val_split` by default, as in evaluation: (C, H, W) uint8."""
         form = self.image_format
         data = (split or self.val_split).read(sample)
         return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)

@@ -64,7 +64,8 @@ class CheckStages:
         self._lost = set[int]()
         self._apart = ""
         """The reason for skipping joint checks, or "" if they run."""
-        # The main thread has its own connection, because a check can block the thread's connection.
+        # The main thread has its own connection, because a check can block the connection of the
+        # thread that runs the checks.
         self._store = None if world.store is None else world.store.clone()
         self._look_s = max(POLL_S, world.size / LOOKS_PER_S)
         self._thread = self._new_thread()

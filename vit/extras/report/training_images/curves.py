@@ -8,8 +8,8 @@ over all epochs:
                     another class, although it has learned the class from other images
     times forgotten Toneva et al. 2019: how often an image was correct and then wrong
 
-With mixing, the weight of an observation is 2 lambda - 1, or 0 if lambda is below one half. Loss
-and margin are those of the mixed input.
+With mixing, the weight of an observation is 2 lambda - 1, or 0 if lambda is below one half. The
+loss and the margin are computed from the mixed input.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, report_write_errors
 
 MAX_CURVE_VALUES = 2**28
-"""The maximum number of margins in memory (512 MiB). In longer runs, only every n-th epoch is
-kept."""
+"""The maximum number of margins in memory (512 MiB). For longer runs, only the margins of every
+n-th epoch are kept."""
 LARGEST = float(np.finfo(np.float16).max)
 
 
@@ -54,11 +54,11 @@ class SampleCurves:
     last_right: NDArray[np.int64]
     """The last epoch in which each image was classified correctly, or 0 if never, (N,)."""
     times_forgotten: NDArray[np.int64]
-    """The number of times each image became incorrect after being correct, (N,)."""
+    """The number of times each image was classified incorrectly after being correct, (N,)."""
     curve_epochs: list[int]
     """The C epochs whose margins are in `margins`."""
     margins: NDArray[np.float16]
-    """The margin of each image in `curve_epochs`, (C, N)."""
+    """The margin of each image in each of `curve_epochs`, (C, N)."""
 
     @property
     def never_learnt(self) -> NDArray[np.bool_]:
@@ -148,7 +148,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         position = (epoch - 1) * steps + step
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
-            table[:, LAMBDA] = 1.0  # Remains 1 after `augment.mixup_off_epoch`.
+            table[:, LAMBDA] = 1.0  # The weight remains 1 after `augment.mixup_off_epoch`.
             size = source.train_format.in_epoch(epoch - 1).size
             draw_mix(
                 augment,

@@ -54,7 +54,7 @@ OnImages = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The images with identical bytes."""
+    """The groups and pairs of images with identical bytes."""
 
     groups: list[list[int]]
     """The groups of identical training samples. Groups with different labels come first."""
@@ -93,7 +93,7 @@ def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
 
 
 def _names(split: Split | Sources) -> NDArray[np.uint64]:
-    """Combine the checksum and the size of each image into one number, (N,)."""
+    """Return a number for each image that combines its checksum and its size, (N,)."""
     return np.concatenate([image_keys(each.index) for each in split.splits])
 
 
