@@ -2,10 +2,10 @@
 
     python benchmarks/optimizers.py [--model vit_s16] [--device cpu] [--updates 3] [--rounds 5]
 
-Contestants alternately update a model's weights with gradients of ones. Every optimizer is created
-as in training. Optimizers that can undo updates (`vit.optim.skipping`) are also measured with
-`found_inf=None`, which disables undoing. The command prints a table of milliseconds per update, in
-CPU time on a CPU, so that other programs do not count, and in wall time on a GPU.
+The contenders take turns updating a model's weights, using gradients of all ones. Every optimizer
+is created as in training. Optimizers that can undo updates (`vit.optim.skipping`) are also measured
+with `found_inf=None`, which disables undoing. The command prints a table of milliseconds per
+update, in CPU time on a CPU, so that other programs do not count, and in wall time on a GPU.
 """
 
 from __future__ import annotations

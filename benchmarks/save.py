@@ -6,8 +6,8 @@ Contestants take turns to save the state of a model with its average and its opt
 ViT-B). The first copies as many bytes into allocated memory. The second saves with the background
 thread and is timed until training continues, and until the thread has written everything. The third
 writes weights, average and state with the safetensors package, flushes each file, and reads the
-state back for its hash. The command prints a table of seconds. It requires memory for three copies
-of the state and disk space for four.
+state back for its hash. The command prints a table of timings in seconds. It requires memory for
+three copies of the state and disk space for four.
 """
 
 from __future__ import annotations

@@ -352,7 +352,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in flags.items() if value is not None}
     if args.finetune:
         return settings
-    if args.data or args.split:  # The run's evaluation sets may apply only to the run's own data.
+    if args.data or args.split:
+        # The run's evaluation sets might be valid only for the run's own data.
         settings |= {"eval.sets": {}, "eval.best_by": VAL}
     return settings | config_io.read_overrides(args.overrides)
 

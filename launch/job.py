@@ -9,8 +9,8 @@ forwarded, so that the ranks save and stop.
 
 Exit status: 0 finished. 75 retry: a signal stopped the job, or it failed after saving a newer
 checkpoint. 2 a user mistake, which a retry would repeat. 1 another failure without a newer
-checkpoint, or an unreachable store: a scheduler should allow a few. `--check` does not train. Its
-status is 0 without a failure, 75 if stopped by a signal, and otherwise 2 to prevent retries.
+checkpoint, or an unreachable store: a scheduler should allow a few. `--check` does not train. It
+exits with status 0 on success, 75 if a signal stopped it, and 2 otherwise, to prevent retries.
 """
 
 from __future__ import annotations

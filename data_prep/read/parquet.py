@@ -1,9 +1,9 @@
 """Copy images out of parquet files (Hugging Face's layout), which have no random access.
 
-A row has an image, `{bytes, path}` or only bytes, and a label. Row groups are compressed, so the
-images of each file are copied once into `<name>.images`. Their names, labels and sizes are then
-written to `<name>.json`. In the copy, each image is a byte range, as in a tar. Only one row group
-is in memory at a time.
+Each row has a label and an image, given either as `{bytes, path}` or as raw bytes. Row groups are
+compressed, so the images of each file are copied once into `<name>.images`. Their names, labels and
+sizes are then written to `<name>.json`. In the copy, each image is a byte range, as in a tar. Only
+one row group is in memory at a time.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Settings:
     shard_bytes: int | None = None
     """The target size of a shard. None means SHARD_BYTES, or the recorded number of shards."""
     seed: int = 0
-    """The seed that assigns samples to shards."""
+    """The seed used to assign samples to shards."""
     workers: int = 1
     """The number of worker processes, which does not affect the bytes."""
     part: str | None = None

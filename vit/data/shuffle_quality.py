@@ -1,8 +1,9 @@
 """Measure how well an order shuffles, compared with a perfect shuffle.
 
 Two measures are averaged over evenly spaced batches of one shuffle: the number of classes per
-batch, and the distance between a sample's positions in the shuffle and in storage. The number of
-classes in a perfect shuffle follows from the class sizes. Only labels are read, not images.
+batch, and the distance between a sample's positions in the shuffle and in storage. The expected
+number of distinct classes under a perfect shuffle is computed from the class sizes. Only labels are
+read, not images.
 
 If shards are sorted by class and a shuffle only mixes samples that are stored close together,
 batches contain few classes and samples move little.

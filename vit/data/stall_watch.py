@@ -22,7 +22,7 @@ LOOK_EACH_S = 1.0
 """The time in seconds between two checks while training waits. A short stall timeout reduces this
 time."""
 MAX_NAMED = 4
-"""The maximum number of processes that a warning names."""
+"""The maximum number of processes listed in a warning."""
 log = logging.getLogger(__name__)
 
 

@@ -379,7 +379,7 @@ def _end_workers(
         results.close()
         worker.join(END_WAIT_S)
         if worker.exitcode is None:
-            # The worker waits inside the kernel, for example for a dead mount. Python would hang at
+            # The worker is blocked in the kernel, for example on a dead mount. Python would hang at
             # exit when joining the worker, so remove it from the list of children.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()

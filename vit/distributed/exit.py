@@ -198,8 +198,8 @@ def leave_hung(verdict: Verdict) -> NoReturn:
     """Exit because a rank hangs (`verdict`). May be called on any thread.
 
     The lowest rank that does not hang prints the message. On a host that has lost its network, the
-    host's first rank prints it. A rank that may hang prints the stack of its main thread. This
-    function never uses the store, because the main thread may be blocking it.
+    host's first rank prints it. A rank that appears to hang prints the stack of its main thread.
+    This function never uses the store, because the main thread may be blocking it.
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"

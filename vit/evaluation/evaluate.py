@@ -297,7 +297,8 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
     """
     path = run_dir / PREDICTIONS_FILE
     try:
-        # Replace the file atomically, so that the report can read the previous file after a kill.
+        # Replace the file atomically, so that the report can still read the previous version if the
+        # process is killed.
         with replacing(path) as file:
             np.savez(
                 file,

@@ -1,8 +1,8 @@
 """Losses for soft targets: cross-entropy, and binary cross-entropy per class.
 
 Soft targets come from `vit.data.augment.apply` (one-hot rows, mixed by MixUp and CutMix). The
-losses add label smoothing. The training step weights and sums the row losses. Distillation losses
-replace the targets with a teacher's logits (`vit.training.teacher`).
+losses include label smoothing. The training step weights and sums the row losses. Distillation
+losses replace the targets with a teacher's logits (`vit.training.teacher`).
 """
 
 from __future__ import annotations

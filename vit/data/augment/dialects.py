@@ -166,7 +166,8 @@ def _torchvision(
     bits: Callable[[Tensor], Tensor],
     threshold: Callable[[Tensor], Tensor],
 ) -> dict[str, Op]:
-    """Return torchvision's operations, given functions that convert the strength.
+    """Return torchvision's version of each operation. The given functions convert the strength to
+    torchvision's scale.
 
     pixels: converts strength and side length to whole pixels; positive values move the content
     right or down. change: converts strength to a factor minus 1, in double precision.

@@ -131,7 +131,7 @@ def grey(images: Tensor) -> Tensor:
 
 @lru_cache
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a (1, C, 1, 1) tensor. The result is cached, because creating one forces a host-device
+    """Return a (1, C, 1, 1) tensor. The result is cached, because creating it forces a host-device
     sync."""
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 

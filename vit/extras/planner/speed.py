@@ -26,8 +26,8 @@ have this folder."""
 WITHIN = 1.3
 """The factor by which the roofline may be wrong (docs/planner_error.md)."""
 WITHIN_MEASURED = 1.15
-"""The same factor after another model was measured on the same GPU. It contains nine of ten
-predictions for an RTX 4090 (docs/planner_error.md)."""
+"""The factor by which predictions may be wrong once any model has been measured on the same GPU.
+Nine of ten predictions for an RTX 4090 are within it (docs/planner_error.md)."""
 SAME_NETWORK = 0.1
 """The maximum relative difference in FLOPs between two measurements of the same network. The number
 of classes and the drop-path rate cause smaller differences."""

@@ -190,7 +190,7 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
 
 
 def _map_images(reading: ConfigReading) -> None:
-    """Convert the preprocessing for training and for the evaluation `val`."""
+    """Convert the preprocessing for training and for the evaluation set `val`."""
     settings: dict[str, Any] = {"data.interpolation": "bilinear"}
     unknown = []
     flips = False

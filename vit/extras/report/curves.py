@@ -112,8 +112,8 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
     """Return the steps and values of `name`, (2, n). Null becomes NaN.
 
-    Neighboring points are averaged to at most `at_most` points, because more points would look like
-    noise.
+    Neighboring points are averaged so that at most `at_most` remain, because more points would look
+    like noise.
     """
     points = [
         (line["step"], math.nan if line[name] is None else line[name])

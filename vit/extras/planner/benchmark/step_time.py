@@ -144,7 +144,7 @@ def run_steps(
     on_step: OnStep = lambda done, total: None,
     clock: PartClock | None = None,
 ) -> list[float]:
-    """Run `num_steps` steps as in training, and return the seconds of each step."""
+    """Run `num_steps` steps as in training, and return the duration of each step in seconds."""
     on_gpu = train_step.world.device.type == "cuda"
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
     on_step(0, num_steps)
