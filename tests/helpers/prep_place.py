@@ -3,12 +3,18 @@ commands."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,10 +59,15 @@ class Place:
         self.captured = captured
 
     def run(
-        self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
+        self,
+        module: str,
+        *arguments: object,
+        prefix: tuple[object, ...] = (),
+        alone: bool = False,
+        fork: Callable[[], None] | None = None,
     ) -> None:
         """Run `python -m data_prep.<module>`. With `alone` or a prefix, run the command in a
-        separate process."""
+        separate process. With `fork`, run it in a fork of this process, after a call of `fork`."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -69,12 +80,21 @@ class Place:
                 timeout=240,
             ).returncode
         else:
-            try:
-                self.status = importlib.import_module(f"data_prep.{module}").main(line)
-            except SystemExit as stopped:  # raised by argparse
-                self.status = int(stopped.code or 0)
+            main = importlib.import_module(f"data_prep.{module}").main
+            self.status = forked(fork, main, line) if fork else status_of(main, line)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)
+
+    def refused(self, message: str) -> None:
+        """Check that the command has printed one error that matches `message`, and has changed no
+        file. All lines of an error are indented, except for the first and the last one."""
+        assert self.status == 2, self.stdout + self.stderr
+        assert re.search(message, self.stderr), (
+            f"expected\n{message}\nbut this was printed:\n{self.stderr}"
+        )
+        lines = self.stderr[self.stderr.index("error: ") :].splitlines()
+        assert not [line for line in lines[1:-1] if not line.startswith("  ")], self.stderr
+        assert self.after == self.before, "files were written or changed"
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
         """Prepare a source. The command writes to `out`."""
@@ -90,6 +110,54 @@ class Place:
         assert self.status == 0, self.stderr
         whole_shards_only(self.out, complete=True)
         self.__dict__.update(first_call)
+
+
+def status_of(main: Callable[[list[str]], int], line: list[str]) -> int:
+    try:
+        return main(line)
+    except SystemExit as stopped:  # raised by argparse
+        return int(stopped.code or 0)
+
+
+def forked(before: Callable[[], None], main: Callable[[list[str]], int], line: list[str]) -> int:
+    """Return the exit status of a command that runs in a fork of this process, after a call of
+    `before`. The status is negative if a signal killed the fork. Wait for its workers as well."""
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        wait_for_end_of_group(pid)
+        return os.waitstatus_to_exitcode(status)
+    status = 99
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
+        before()
+        status = status_of(main, line)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait_for_end_of_group(group: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.01)
+
+
+def without_privileges() -> None:
+    """Drop the two capabilities by which root ignores permission bits."""
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    ctypes.CDLL(None).capget(head, sets)
+    sets[0] &= ~0b110
+    ctypes.CDLL(None).capset(head, sets)
 
 
 def command(module: str) -> list[str]:
