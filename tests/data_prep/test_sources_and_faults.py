@@ -246,7 +246,7 @@ def lose_files(root: Path) -> None:
     (root / "train.index.npy").unlink()
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("begun", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_stopped_command_continues_with_the_same_bytes(
     undisturbed: Set, begun: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
