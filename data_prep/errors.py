@@ -22,7 +22,8 @@ def readable(
     try:
         yield
     except damage as error:
-        raise PrepError(f"{path}: {problem} ({error}); copy or download it again") from error
+        reason = str(error).partition("\n")[0].rstrip(":")
+        raise PrepError(f"{path}: {problem} ({reason}); copy or download it again") from error
     except OSError as error:
         raise PrepError(str(unreadable(path, error))) from error
 

@@ -1,16 +1,18 @@
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import webdataset
-from prep_place import close_catalogues
+from prep_place import Place, close_catalogues
 from small_shards import add, jpeg
 from verifying import PER_CLASS, image_bytes
 
 from data_prep import imagefolder
+from vit.system.retry import RetryPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +77,17 @@ def flat(tmp_path) -> Path:
         for n in range(num):
             add(tmp_path / "flat" / name / f"{n}.jpg", n)
     return tmp_path / "flat"
+
+
+@pytest.fixture
+def place(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Place:
+    """Return a folder for all files, including temporary files, and shorten all network
+    timeouts."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (0.3, 0.01, 0.05))
+    return Place(tmp_path, capfd)

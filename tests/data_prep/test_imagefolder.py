@@ -98,7 +98,7 @@ def test_class_folders_without_splits_are_split_by_class(flat):
 
 def test_the_choice_of_held_out_images_never_changes(flat):
     """If the choice changed, val would contain images on which a model was trained. The expected
-    choice was made by the first version."""
+    choice is that of the first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
 
@@ -158,39 +158,6 @@ def test_links_are_followed_but_not_circular_ones(tmp_path):
         listed(tmp_path / "flat", 0)
 
 
-WITHOUT_PRIVILEGES = """
-import ctypes, os, sys
-for capability in (1, 2):  # by which root passes over permission bits; they are gone after an exec
-    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
-
-
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
-    locked = add(tmp_path / "flat/a/locked/1.jpg").parent
-    add(tmp_path / "flat/b/1.jpg")
-    locked.chmod(0o000)
-    command = [
-        sys.executable,
-        "-c",
-        WITHOUT_PRIVILEGES,
-        "-m",
-        "data_prep.imagefolder",
-        tmp_path / "flat",
-        "--out",
-        tmp_path / "out",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    locked.chmod(0o755)
-    assert (done.returncode, done.stderr) == (
-        2,
-        (
-            f"error: {locked}: cannot be listed (Permission denied): fix the permissions, or move"
-            " the folder elsewhere\n"
-        ),
-    )
-
-
 def test_irregular_files_are_skipped_and_listed(tmp_path):
     """Opening a pipe would block. A broken link probably points to an image that the user wanted to
     include."""
@@ -208,80 +175,16 @@ def test_irregular_files_are_skipped_and_listed(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("paths", "argument", "message"),
-    [
-        (
-            [],
-            "missing",
-            ("missing: no such folder; expected a folder with one subfolder of images per class"),
-        ),
-        ([], "", "no images"),
-        (
-            ["cat/1.jpg", "cat/2.jpg", "dog/1.jpg"],
-            "cat",
-            r"cat: contains 2 images outside class folders: pass its parent, /.*/source, if",
-        ),
-        (["train/1.jpg", "train/2.jpg"], "", r"no images .* in its 0 subfolders"),
-        (["a/notes.txt", "b/notes.txt"], "", "no images .* in its 2 subfolders"),
-        (["a/1.jpg", "a/2.jpg"], "", r"only one class \(a\)"),
-        (["a/1.jpg", "b/x.txt"], "", "these classes have no images: b"),
-        (
-            ["train/a/1.jpg", "train/b/1.jpg", "val/c/1.jpg"],
-            "",
-            "val: these classes have no training folder: c",
-        ),
-        (["train/a/1.jpg", "train/b/1.jpg", "val/a/x.txt"], "", "val: contains no images"),
-        (["val/a/1.jpg"], "", "has val/ but no train/"),
-        (["a/1.jpg"], "a/1.jpg", "1.jpg: not a folder; expected"),
-    ],
-)
-def test_errors_give_one_line_and_status_2(tmp_path, paths, argument, message, capsys):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for path in paths:
-        (
-            add(folder / path)
-            if path.endswith("jpg")
-            else (
-                (folder / path).parent.mkdir(parents=True, exist_ok=True),
-                (folder / path).write_text(""),
-            )
-        )
-    assert main([str(folder / argument), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert re.search(message, error), error
-    assert not list(tmp_path.glob("out/*"))
-
-
-def test_a_val_folder_and_a_fraction_contradict(tmp_path, capsys):
-    for path in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"):
-        add(tmp_path / path)
-    assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--val-fraction", "0.2"]) == 2
-    assert "--val-fraction 0.2 was given, but" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([str(tmp_path), "--out", str(tmp_path / "out"), "--val-fraction", "1"])
-    assert "'1' is not a number in [0, 1)" in capsys.readouterr().err
-
-
 def numbered(folder: Path, num_classes: int) -> list[str]:
     for number in range(num_classes):
         add(folder / str(number) / "0.jpg", number)
     return ["--workers", "1", "--num-shards", "1", "--val-fraction", "0"]
 
 
-def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, capsys):
+def test_classes_whose_names_are_labels_are_ordered_as_asked(tmp_path):
     """ImageNet-V2's folders are named 0 to 999. If names were sorted as text, 988 labels would be
     wrong."""
     options = numbered(tmp_path / "v2", 12)
-    assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "label 2 is class 10 in text order, but 2 in numeric order (10 of 12 labels differ)"
-        in error
-    )
     for order, names in (
         ("number", [str(n) for n in range(12)]),
         ("text", sorted(str(n) for n in range(12))),
@@ -301,7 +204,7 @@ def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, ca
     )
 
 
-def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path, capsys):
+def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path):
     """macOS stores letters and accents separately, so the same name has different bytes."""
     apart = "cafe\u0301"
     together = "caf\u00e9"
@@ -322,12 +225,6 @@ def test_unicode_spellings_of_a_class_are_the_same_class(tmp_path, capsys):
         == 0
     )
     assert sorted(open_split(tmp_path / "out", "val").index["label"].tolist()) == [0, 1]
-    add(tmp_path / "mixed" / "train" / apart / "0.jpg")
-    assert main([str(tmp_path / "mixed"), "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "folder names are identical after Unicode normalization" in error
-    assert str(apart.encode()) in error
-    assert str(together.encode()) in error
 
 
 def test_runs_without_torch(flat, tmp_path):

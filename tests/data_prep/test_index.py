@@ -12,7 +12,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import webdataset
 from checksums import digests
 from small_shards import jpeg
 
@@ -263,18 +262,6 @@ def test_an_unsuitable_sample_is_skipped_and_listed(kind, tmp_path, capsys):
     assert verify([str(tar.parent), "--workers", "1"]) == 0
 
 
-def test_too_many_skipped_samples_are_an_error(tmp_path, capsys):
-    tar = shard_with(tmp_path / "root", BAD["empty image"])
-    assert main([str(tar.parent), "--workers", "1", "--max-unreadable", "0"]) == 2
-    error = capsys.readouterr().err
-    assert "1 of 4 samples are invalid, more than the 0 that --max-unreadable 0" in error
-    assert (
-        "skip them (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an empty"
-        " image file, 'bad.jpg'" in error
-    )
-    assert not (tar.parent / "_info.json").exists()
-
-
 @pytest.mark.parametrize(
     ("members", "message"),
     [
@@ -358,59 +345,6 @@ def test_a_split_that_contradicts_the_names_is_refused(foreign, capsys):
         "--split is train, but these file names belong to another split:"
         " imagenet1k-validation-0000.tar" in capsys.readouterr().err
     )
-
-
-def test_shards_without_labels_are_reported(tmp_path, capsys):
-    # img2dataset writes shards with these members.
-    with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:
-        for n in range(8):
-            tar.write(
-                {
-                    "__key__": f"{n:09d}",
-                    "jpg": jpeg(n),
-                    "json": {"caption": "a cat"},
-                    "txt": "a cat",
-                }
-            )
-    assert main([str(tmp_path), "--split", "train", "--workers", "1"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "00000.tar: sample '000000000' has no .cls with the label (its members: jpg, json, txt)"
-        " (8 of 8 samples do not fit)" in error
-    )
-
-
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (lambda root: root.rename(root.with_name("gone")), "foreign: no such folder"),
-        (
-            lambda root: [tar.unlink() for tar in root.glob("*.tar")],
-            "no .tar files; expected <split>-00000.tar",
-        ),
-        (lambda root: (root / "0001.tar").write_bytes(b"x"), "the names 0001.tar contain no split"),
-        (
-            lambda root: (root / "imagenet1k-train-0000.tar").write_bytes(b"x" * 600),
-            "imagenet1k-train-0000.tar: not a tar",
-        ),
-        (
-            lambda root: (root / "_writing.json").write_text('{"source": "x"}'),
-            "this data set is incomplete",
-        ),
-        (
-            lambda root: (root / "imagenet1k-train-0002.json").write_text("[]"),
-            "imagenet1k-train-0002.json: expected a JSON object",
-        ),
-    ],
-)
-def test_errors_give_one_line_and_status_2(foreign, prepare, message, capsys):
-    prepare(foreign)
-    assert main([str(foreign), "--workers", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
-    assert not (foreign / "_info.json").exists()
 
 
 def test_splits_are_named_by_their_shards():

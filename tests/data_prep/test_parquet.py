@@ -2,7 +2,6 @@
 bytes and labels."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,8 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from prep_sources import Stored, stored
 from small_shards import image_bytes
-from stored_samples import Stored, stored
 
 from data_prep import parquet
 
@@ -200,109 +199,6 @@ def test_missing_files_and_empty_classes_need_partial(tmp_path, capsys):
     info = prepared(folder, tmp_path / "out", "--partial")
     assert info["class_names"] == NAMES
     assert info["origin"] == [f"partial: {line}" for line in lines]
-
-
-def _without(*columns: str) -> list[dict]:
-    return [{key: row[key] for key in row.keys() - set(columns)} for row in rows(6)]
-
-
-WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
-    "no label": (
-        {"train": _without("label")},
-        (),
-        "the columns are image, and no name is a usual one: choose one with --label-column",
-    ),
-    "no image": ({"train": _without("image")}, (), "choose one with --image-column"),
-    "two labels": (
-        {"train": [{**row, "label": 1, "class": 2} for row in rows(6)]},
-        (),
-        "label, class are possible: choose one with --label-column",
-    ),
-    "another column": ({"train": rows(6)}, ("--label-column", "lable"), "--label-column lable: "),
-    "a column that is no image": (
-        {"train": rows(6)},
-        ("--image-column", "label"),
-        "expected label (with bytes and path) and label",
-    ),
-    "other columns in another file": (
-        {"train": rows(6), "test": _without("label")},
-        (),
-        "test.parquet: the columns are image; expected image (with bytes and path) and label",
-    ),
-    "no train": ({"test": rows(6)}, (), "no training files: add train-*.parquet"),
-    "an unclear split": (
-        {"train": rows(6), "more": rows(3)},
-        (),
-        "no split in the names more.parquet: rename these files to train-*, validation-* or test-*",
-    ),
-    "two data sets": (
-        {"fine/train": rows(6), "coarse/train": rows(3)},
-        (),
-        "files of train are in several folders",
-    ),
-    "one class": (
-        {"train": rows(6, label=lambda _: 5)},
-        (),
-        "only one class (5): provide at least two",
-    ),
-    "labels that are missing": (
-        {"train": rows(8, label=lambda n: None if n == 7 else n % 3)},
-        (),
-        "train: 1 of 8 images have no label (null or -1): remove these rows",
-    ),
-    "classes of val": (
-        {"train": rows(6), "val": rows(6, label=lambda n: n)},
-        (),
-        "train: classes without images: 3, 4, 5",
-    ),
-    "a fraction beside val": (
-        {"train": rows(6), "val": rows(6)},
-        ("--val-fraction", "0.2"),
-        "--val-fraction 0.2 was given, but ",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_mistakes_leave_no_files(tmp_path, name, capsys):
-    files, flags, message = WRONG[name]
-    for stem, listed in files.items():
-        by_pyarrow(tmp_path / "in" / f"{stem}.parquet", listed)
-    assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert message in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_invalid_label_is_reported(tmp_path, capsys):
-    folder = by_datasets(tmp_path / "hub", rows(6), 1)
-    path = folder / "data" / "train-00000-of-00001.parquet"
-    table = pyarrow.parquet.read_table(path)
-    labels = pyarrow.array([0, 1, 2, 0, 1, 9])
-    pyarrow.parquet.write_table(table.set_column(1, table.schema.field(1), labels), path)
-    assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert "labels outside the 3 classes: 9: correct them" in capsys.readouterr().err
-
-
-def test_files_found_instead_of_parquet_files_are_counted(tmp_path, capsys):
-    datasets.Dataset.from_list(rows(3)).save_to_disk(tmp_path / "in")
-    assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
-    assert "no .parquet files (3 other files, no images: 2 .json, 1 .arrow)" in (
-        capsys.readouterr().err
-    )
-    assert parquet.main([str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
-    assert "no such file or folder; expected parquet files" in capsys.readouterr().err
-
-
-def test_without_pyarrow_one_line_shows_the_command(tmp_path, monkeypatch, capsys):
-    folder = by_datasets(tmp_path / "hub", rows(6))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    capsys.readouterr()
-    assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == (
-        "error: reading parquet files needs pyarrow: pip install pyarrow\n"
-    )
 
 
 def test_a_dry_run_copies_nothing(tmp_path, capsys):

@@ -20,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec  # noqa: F401 (its registry is emptied)
 import numpy as np
-import prep_wrong_sources  # noqa: F401 (registers scenarios)
 import pytest
 from error_rows import WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, rows, small_disk, snapshot
 from fake_imagenet import make_fake, tar_of, write_train_tar
@@ -37,15 +38,18 @@ from prep_place import (
     images,
     official,
     scenario,
+    wait_for_end_of_group,
     whole_shards_only,
 )
+from prep_sources import Change, Files, below, edit, without, write
+from prep_wrong_sources import Wrong, add_rows, filled
 from proc import children, command_line
 from processes import REPOSITORY, environment, jpeg
 from servers import S3Server, WebServer
 
+from data_prep import imagefolder
 from vit.data.shards.index_file import left_out
 from vit.data.shards.tar import scan_tar
-from vit.system.retry import RetryPolicy
 
 # ---- the output folder ---------------------------------------------------------------------------
 
@@ -61,11 +65,6 @@ def _(place):
 def _(place):
     place.prepare("imagefolder", images(place))
     place.prepare("imagefolder", place.folder / "images", "--seed", 1, "--resize-short-side", 16)
-
-
-@scenario("the folder of one class in place of its parent")
-def _(place: Place) -> None:
-    place.prepare("imagefolder", images(place, ("cat", "dog")) / "cat")
 
 
 @scenario("images that were added since")
@@ -88,7 +87,7 @@ def _(place):
 @scenario("two commands with other options into one folder: the first one goes on", begun=True)
 def _(place):
     first = Background(place)
-    first.wait_for_shard()
+    first.wait_for("train-*.json", ".train-*.tar.*.tmp")
     place.prepare("imagefolder", first.source, "--seed", 1)
     assert first.process.wait(timeout=240) == 0
     whole_shards_only(place.out, complete=True)
@@ -223,15 +222,18 @@ class Background:
         piped = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         # The command must not finish before the test sees its files, even on a busy machine.
         self.process = subprocess.Popen(
-            ["nice", "-n", "5", *self.line], cwd=REPOSITORY, env=environment(), text=True, **piped
+            ["nice", "-n", "5", *self.line],
+            cwd=REPOSITORY,
+            env=environment(),
+            text=True,
+            start_new_session=True,
+            **piped,
         )
 
-    def wait_for_shard(self) -> None:
-        """Wait until one shard is complete and more are being written."""
-        while not (
-            list(self.place.out.glob("train-*.json"))
-            and list(self.place.out.glob(".train-*.tar.*.tmp"))
-        ):
+    def wait_for(self, *patterns: str) -> None:
+        """Wait until files of all patterns exist at once, such as one complete shard and others
+        that are being written."""
+        while not all(any(self.place.out.glob(pattern)) for pattern in patterns):
             assert self.process.poll() is None, f"ended too early: {self.process.communicate()[1]}"
             time.sleep(0.001)
 
@@ -250,7 +252,6 @@ class Background:
             timeout=240,
         )
         assert done.returncode == 0, done.stderr
-        assert "shards that already exist" in done.stdout
 
 
 @functools.cache
@@ -258,22 +259,30 @@ def photograph() -> bytes:
     return jpeg(np.full((1000, 1000, 3), 90, np.uint8))
 
 
-def stopped(place: Place, number: signal.Signals) -> None:
-    background = Background(place)
-    background.wait_for_shard()
-    # test_writer.py tests that the same command continues.
-    background.process.send_signal(number)
+def continues(background: Background) -> None:
     background.end()
+    wait_for_end_of_group(background.process.pid)
+    whole_shards_only(background.place.out)
+    background.again()
+    whole_shards_only(background.place.out, complete=True)
 
 
 @scenario("Ctrl-C", begun=True)
 def _(place):
-    stopped(place, signal.SIGINT)
+    """A terminal sends the signal to all processes. Here, the workers have just begun to start."""
+    background = Background(place)
+    background.wait_for("_writing.json")
+    time.sleep(0.1)
+    os.killpg(background.process.pid, signal.SIGINT)
+    continues(background)
 
 
 @scenario("SIGTERM, as batch systems send it", begun=True)
 def _(place):
-    stopped(place, signal.SIGTERM)
+    background = Background(place)
+    background.wait_for("train-*.json", ".train-*.tar.*.tmp")
+    background.process.send_signal(signal.SIGTERM)
+    continues(background)
 
 
 @scenario("a worker process was killed, which Linux does when memory runs out", begun=True)
@@ -281,7 +290,7 @@ def _(place):
     if sys.platform != "linux":
         pytest.skip("finds the worker in /proc")
     background = Background(place)
-    background.wait_for_shard()
+    background.wait_for("train-*.json", ".train-*.tar.*.tmp")
     os.kill(
         next(
             child
@@ -308,98 +317,57 @@ def _(place):
 
 # ---- index ---------------------------------------------------------------------------------------
 IMAGE = jpeg(np.zeros((8, 8, 3), np.uint8))
+WITH_LABEL = {"a.jpg": IMAGE, "a.cls": b"0"}
 
 
-def shards_in(
-    place: Place, name: str = "train-00000.tar", members: dict[str, bytes] | None = None
-) -> Path:
-    folder = place.folder / "shards"
-    folder.mkdir()
-    (folder / name).write_bytes(tar_of((members or {"a.jpg": IMAGE, "a.cls": b"0"}).items()))
-    return folder
+def shards(members: Files = WITH_LABEL, name: str = "train-00000.tar", **more: bytes) -> Any:
+    """Return a function that returns a folder with a shard and other files."""
+    files = {f"out/{name}": tar_of(members.items())} | below("out/", more)
+    return lambda: files
 
 
-@scenario("a folder without tars")
-def _(place):
-    (place.folder / "shards").mkdir()
-    place.run("index", place.folder / "shards", "--workers", 1)
-
-
-@scenario("a folder of compressed tars")
-def _(place):
-    (place.folder / "shards").mkdir()
-    (place.folder / "shards" / "train-0.tar.gz").touch()
-    place.run("index", place.folder / "shards", "--workers", 1)
-
-
-@scenario("image and label of a sample that are not neighbours in the tar")
-def _(place):
-    members = {"a.jpg": IMAGE, "b.jpg": IMAGE, "a.cls": b"0", "b.cls": b"1"}
-    place.run("index", shards_in(place, members=members))
-
-
-@scenario("no split in a shard's name")
-def _(place):
-    place.run("index", shards_in(place, "00000.tar"))
-
-
-@scenario("samples without a label")
-def _(place):
-    place.run("index", shards_in(place, members={"a.jpg": IMAGE, "a.txt": b"a cat"}))
-
-
-@scenario("image and label under other names")
-def _(place):
-    place.run(
-        "index",
-        shards_in(place, members={"a.image.jpg": IMAGE, "a.json": b'{"label": 3}'}),
-        "--workers",
-        1,
-    )
-
-
-@scenario("labels that are names")
-def _(place):
-    place.run("index", shards_in(place, members={"a.jpg": IMAGE, "a.cls": b"cat"}), "--workers", 1)
-
-
-@scenario("a label that would make more classes than there are samples", begun=True)
-def _(place):
-    place.out = shards_in(place, members={"a.jpg": IMAGE, "a.cls": b"999999999"})
-    place.run("index", place.out, "--workers", 1)
-
-
-@scenario("samples that do not fit, more than may be left out", begun=True)
-def _(place):
-    fits = {"a.jpg": IMAGE, "a.cls": b"0"}
-    place.out = shards_in(place, members={**fits, "b.jpg": b"", "b.cls": b"0"})
-    place.run("index", place.out, "--max-unreadable", 0, "--workers", 1)
-
-
-@scenario("labels beyond the class names", begun=True)
-def _(place):
-    (place.folder / "names.txt").write_text("cat\ndog\n")
-    folder = shards_in(place, members={"a.jpg": IMAGE, "a.cls": b"3"})
-    place.out = folder
-    place.run("index", folder, "--classes", place.folder / "names.txt", "--workers", 1)
+index = partial(Wrong, "index", at="out")
+add_rows(
+    {
+        "a folder without tars": index(lambda: {"out/": b""}),
+        "a folder of compressed tars": index(lambda: {"out/train-0.tar.gz": b""}),
+        "image and label of a sample that are not neighbours in the tar": index(
+            shards({"a.jpg": IMAGE, "b.jpg": IMAGE, "a.cls": b"0", "b.cls": b"1"})
+        ),
+        "no split in a shard's name": index(shards(name="00000.tar")),
+        "samples without a label": index(shards({"a.jpg": IMAGE, "a.txt": b"a cat"})),
+        "image and label under other names": index(
+            shards({"a.image.jpg": IMAGE, "a.json": b'{"label": 3}'})
+        ),
+        "labels that are names": index(shards({"a.jpg": IMAGE, "a.cls": b"cat"})),
+        "a label that would make more classes than there are samples": index(
+            shards({"a.jpg": IMAGE, "a.cls": b"999999999"}), begun=True
+        ),
+        "samples that do not fit, more than may be left out": index(
+            shards({**WITH_LABEL, "b.jpg": b"", "b.cls": b"0"}),
+            flags=("--max-unreadable", "0"),
+            begun=True,
+        ),
+        "labels beyond the class names": index(
+            lambda: shards({"a.jpg": IMAGE, "a.cls": b"3"})() | {"names.txt": b"cat\ndog\n"},
+            flags=("--classes", "{folder}/names.txt"),
+            begun=True,
+        ),
+        "a shard to index is cut off": index(
+            lambda: {name: data[:700] for name, data in shards()().items()}
+        ),
+        "the folder of a writer that has not finished": index(
+            shards(**{"_writing.json": b'{"source": "imagefolder"}'})
+        ),
+    }
+)
 
 
 @scenario("an index of other members than before")
 def _(place):
-    place.run("index", shards_in(place), "--workers", 1)
-    place.run("index", place.folder / "shards", "--label", "json:label", "--workers", 1)
-
-
-@scenario("a shard to index is cut off")
-def _(place):
-    os.truncate(shards_in(place) / "train-00000.tar", 700)
-    place.run("index", place.folder / "shards", "--workers", 1)
-
-
-@scenario("the folder of a writer that has not finished")
-def _(place):
-    (shards_in(place) / "_writing.json").write_text('{"source": "imagefolder"}')
-    place.run("index", place.folder / "shards", "--workers", 1)
+    write(shards()(), place.folder)
+    place.run("index", place.out, "--workers", 1)
+    place.run("index", place.out, "--label", "json:label", "--workers", 1)
 
 
 @scenario("a folder on the web without `_info.json`")
@@ -432,58 +400,42 @@ def _(place):
 # ---- verify --------------------------------------------------------------------------------------
 
 
-DATA_SET: dict[str, bytes] = {}
+@functools.cache
+def finished() -> Files:
+    """Return a small dataset."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(filled("cat", "dog")(), Path(folder))
+        line = [f"{folder}/in", "--out", f"{folder}/out", "--num-shards", "2", "--workers", "1"]
+        assert imagefolder.main([*line, "--val-fraction", "0"]) == 0
+        return {f"out/{path.name}": path.read_bytes() for path in Path(folder, "out").iterdir()}
 
 
-def finished(place: Place) -> Path:
-    """Return a small dataset, which is created only once."""
-    if not DATA_SET:
-        place.prepare("imagefolder", images(place), "--num-shards", 2)
-        assert place.status == 0, place.stderr
-        DATA_SET.update((path.name, path.read_bytes()) for path in place.out.iterdir())
-    place.out.mkdir(exist_ok=True)
-    for name, content in DATA_SET.items():
-        (place.out / name).write_bytes(content)
-    return place.out
+def verify(change: Change) -> Wrong:
+    return Wrong("verify", lambda: change(finished()), at="out")
 
 
-@scenario("a shard was deleted")
-def _(place):
-    (finished(place) / "train-00001.tar").unlink()
-    place.run("verify", place.out, "--workers", 1)
-
-
-@scenario("a byte was changed")
-def _(place):
-    tar = finished(place) / "train-00001.tar"
-    data = bytearray(tar.read_bytes())
-    data[2000] ^= 1
-    tar.write_bytes(data)
-    place.run("verify", place.out, "--workers", 1)
-
-
-@scenario("a shard was cut off")
-def _(place):
-    os.truncate(finished(place) / "train-00001.tar", 5000)
-    place.run("verify", place.out, "--workers", 1)
-
-
-@scenario("a shard was replaced by another of its size")
-def _(place):
-    shutil.copy(finished(place) / "train-00001.tar", place.out / "train-00000.tar")
-    place.run("verify", place.out, "--workers", 1)
-
-
-@scenario("`_info.json` is missing")
-def _(place):
-    (finished(place) / "_info.json").unlink()
-    place.run("verify", place.out, "--workers", 1)
-
-
-@scenario("a data set that is not finished")
-def _(place):
-    (finished(place) / "_info.json").rename(place.out / "_writing.json")
-    place.run("verify", place.out, "--workers", 1)
+LAST = "train-00001.tar"
+add_rows(
+    {
+        "a shard was deleted": verify(without(LAST)),
+        "a byte was changed": verify(
+            edit(LAST, lambda data: data[:700] + bytes([data[700] ^ 1]) + data[701:])
+        ),
+        "a shard was cut off": verify(edit(LAST, lambda data: data[:5000])),
+        "a shard was replaced by another of its size": verify(
+            lambda files: files | {"out/train-00000.tar": files[f"out/{LAST}"]}
+        ),
+        "`_info.json` is missing": verify(without("_info.json")),
+        "a data set that is not finished": verify(
+            lambda files: (
+                without("_info.json")(files) | {"out/_writing.json": files["out/_info.json"]}
+            )
+        ),
+        "class names that were altered by hand": verify(
+            edit("_info.json", lambda data: data.replace(b'"cat"', b'"cad"'))
+        ),
+    }
+)
 
 
 @scenario("a data set at a URL that needs a login")
@@ -491,31 +443,10 @@ def _(place):
     place.run("verify", "s3://bucket/shards")
 
 
-@scenario("class names that were altered by hand")
-def _(place):
-    path = finished(place) / "_info.json"
-    path.write_text(path.read_text().replace('"cat"', '"cad"'))
-    place.run("verify", place.out, "--workers", 1)
-
-
 # ---- the table and its scenarios -----------------------------------------------------------------
 
 
 ROWS = rows("Data preparation")
-
-
-@pytest.fixture
-def place(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Place:
-    """Return a folder for all files, including temporary files, and shorten all network
-    timeouts."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (0.3, 0.01, 0.05))
-    return Place(tmp_path, capfd)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in ROWS])

@@ -1,14 +1,20 @@
-"""Define a folder in which the scenarios of tests/data_prep/test_prep_errors.py run data_prep
+"""Define a folder for the scenarios of tests/data_prep/test_prep_errors.py, which run data_prep
 commands."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +40,7 @@ _catalogues = ExitStack()
 
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """Call `open_catalogue`, and keep a reference to the result so that its folder exists until the
+    """Call `open_catalogue`. Keep a reference to the result, so that the folder exists until the
     test ends."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
@@ -44,8 +50,8 @@ def close_catalogues() -> None:
 
 
 class Place:
-    """A folder in which data_prep commands are run. A `Place` stores the output of the last command
-    and the files that this command changed."""
+    """A folder in which a scenario runs data_prep commands. It stores the last command's output and
+    the files that the command changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -53,10 +59,15 @@ class Place:
         self.captured = captured
 
     def run(
-        self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
+        self,
+        module: str,
+        *arguments: object,
+        prefix: tuple[object, ...] = (),
+        alone: bool = False,
+        fork: Callable[[], None] | None = None,
     ) -> None:
-        """Run `python -m data_prep.<module>`. If `alone` is true or a prefix is given, the command
-        runs in a separate process."""
+        """Run `python -m data_prep.<module>`. With `alone` or a prefix, run the command in a
+        separate process. With `fork`, run it in a fork of this process, after a call of `fork`."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -69,20 +80,30 @@ class Place:
                 timeout=240,
             ).returncode
         else:
-            try:
-                self.status = importlib.import_module(f"data_prep.{module}").main(line)
-            except SystemExit as stopped:
-                self.status = int(stopped.code or 0)
+            main = importlib.import_module(f"data_prep.{module}").main
+            self.status = forked(fork, main, line) if fork else status_of(main, line)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)
 
+    def refused(self, message: str) -> None:
+        """Check that the command has printed one error that matches `message`, and has changed no
+        file. All lines of an error are indented, except for the first and the last one."""
+        assert self.status == 2, self.stdout + self.stderr
+        assert re.search(message, self.stderr), (
+            f"expected\n{message}\nbut this was printed:\n{self.stderr}"
+        )
+        lines = self.stderr[self.stderr.index("error: ") :].splitlines()
+        assert not [line for line in lines[1:-1] if not line.startswith("  ")], self.stderr
+        assert self.after == self.before, "files were written or changed"
+
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
+        """Prepare a source. The command writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
-        """Run the same command again, and check that it completes the dataset.
+        """Check that running the same command again completes the dataset.
 
-        The output of the first run is kept for later checks.
+        The first call's output is kept for later checks.
         """
         first_call = dict(self.__dict__)
         self.again()
@@ -91,13 +112,61 @@ class Place:
         self.__dict__.update(first_call)
 
 
+def status_of(main: Callable[[list[str]], int], line: list[str]) -> int:
+    try:
+        return main(line)
+    except SystemExit as stopped:  # raised by argparse
+        return int(stopped.code or 0)
+
+
+def forked(before: Callable[[], None], main: Callable[[list[str]], int], line: list[str]) -> int:
+    """Return the exit status of a command that runs in a fork of this process, after a call of
+    `before`. The status is negative if a signal killed the fork. Wait for its workers as well."""
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        wait_for_end_of_group(pid)
+        return os.waitstatus_to_exitcode(status)
+    status = 99
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
+        before()
+        status = status_of(main, line)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait_for_end_of_group(group: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.01)
+
+
+def without_privileges() -> None:
+    """Drop the two capabilities by which root ignores permission bits."""
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    ctypes.CDLL(None).capget(head, sets)
+    sets[0] &= ~0b110
+    ctypes.CDLL(None).capset(head, sets)
+
+
 def command(module: str) -> list[str]:
     return [sys.executable, "-m", f"data_prep.{module}"]
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Check that each tar can be read completely and matches its sidecar file. If `complete` is
-    true, all tars must exist."""
+    """Check that each tar can be read to its end and matches its sidecar. complete: whether all
+    tars must exist."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
         "partial files were left"
     )
@@ -124,8 +193,8 @@ BEGUN: set[str] = set()
 
 
 def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario for the row `problem`. `begun` states whether the command fails only
-    after it has started to write shards."""
+    """Register the scenario for the row `problem`. begun: whether the command has started to write
+    shards."""
 
     def register(function: Scenario) -> Scenario:
         SCENARIOS[problem] = function

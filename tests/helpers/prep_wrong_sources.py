@@ -1,412 +1,411 @@
-"""Define scenarios for test_prep_errors.py with invalid archives, invalid folders and failing
-downloads."""
+"""List faults that only one kind of source can have, each with the error that the command prints.
+
+A fault that is a row of tests/project/errors/rows.yaml has the row's name and text. Faults that
+every source can have are in tests/data_prep/test_sources_and_faults.py.
+"""
 
 from __future__ import annotations
 
 import gzip
-import os
+import io
 import socket
 import struct
 import sys
 import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from error_rows import WITHOUT_PRIVILEGES
 from fake_imagenet import (
+    WNIDS,
     Fake,
-    as_torchvision,
+    devkit_files,
     kaggle_files,
     tar_of,
     torchvision_files,
     write_parquets,
-    write_train_tar,
-    write_zip,
 )
-from prep_place import KIT, TRAIN_TAR, VAL_TAR, Place, imagenet, images, official, scenario
-from processes import jpeg
+from prep_place import KIT, TRAIN_TAR, VAL_TAR, Place, scenario, without_privileges
+from prep_sources import (
+    ANIMALS,
+    Change,
+    Files,
+    below,
+    cut,
+    edit,
+    fake,
+    gzipped,
+    idx,
+    layout,
+    member,
+    parquet_of,
+    put,
+    rows,
+    tar_with,
+    tgz_of,
+    tiny,
+    without,
+    write,
+    zip_of,
+)
 from servers import WebServer
+from small_shards import image_bytes
 
-from data_prep.animals10 import ENGLISH
+IMAGES = "train-images-idx3-ubyte"
 
-MNIST = [
-    f"{split}-{kind}-ubyte"
-    for split in ("train", "t10k")
-    for kind in ("images-idx3", "labels-idx1")
-]
+
+class Wrong(NamedTuple):
+    """A fault of a source."""
+
+    command: str
+    files: Callable[[], Files]
+    message: str = ""
+    """The pattern of the error. Rows of rows.yaml have their own."""
+    at: str = "in"
+    """The SOURCE arguments below the folder, separated by blanks."""
+    flags: tuple[str, ...] = ()
+    missing: str = ""
+    """A package that is not installed."""
+
+    begun: bool = False
+    """Whether the command has started to write into the folder `at`."""
+
+    def prepare(self, place: Place) -> None:
+        write(self.files(), place.folder)
+        paths = [place.folder / name for name in self.at.split()]
+        with pytest.MonkeyPatch.context() as patch:
+            if self.missing:
+                patch.setitem(sys.modules, self.missing, None)
+            if self.command not in ("index", "verify"):
+                place.prepare(self.command, *paths, *self.flags)
+                return
+            place.out = paths[0]
+            flags = [flag.format(folder=place.folder) for flag in self.flags]
+            place.run(self.command, *paths, "--workers", 1, *flags)
+
+
+def add_rows(faults: dict[str, Wrong]) -> None:
+    """Register faults that have the names of rows."""
+    for row, fault in faults.items():
+        scenario(row, begun=fault.begun)(fault.prepare)
+
+
+def changed(name: str, *changes: Change) -> Callable[[], Files]:
+    """Return a function that returns the files of a source after some changes. "ImageNet, official"
+    and the like have only ordinary images, and other names are those of `SOURCES`."""
+
+    def files() -> Files:
+        kind, _, form = name.partition(", ")
+        source = layout(form, odd=False) if kind == "ImageNet" else tiny(name)
+        files = source.files
+        for change in changes:
+            files = change(files)
+        return files
+
+    return files
+
+
+def filled(*names: str) -> Callable[[], Files]:
+    """Return a function that returns two images in each of the folders, which are below `in`. A
+    name with a dot is a file without content, and a name that ends in a slash an empty folder."""
+    empty = {f"in/{name}": b"" for name in names if "." in name or name.endswith("/")}
+    images = {
+        f"in/{name}/{number}.jpg": image_bytes(number)
+        for name in names
+        for number in range(2)
+        if f"in/{name}" not in empty
+    }
+    return lambda: images | empty
+
+
+imagenet = partial(Wrong, "imagenet")
+imagefolder = partial(Wrong, "imagefolder")
+animals = partial(Wrong, "animals10")
+cifar = partial(Wrong, "cifar")
+mnist = partial(Wrong, "mnist")
+parquet = partial(Wrong, "parquet")
+official = partial(changed, "ImageNet, official")
+
 
 # ---- archives and folders ------------------------------------------------------------------------
 
-
-@scenario("an archive that is not there")
-def _(place: Place) -> None:
-    place.prepare("imagenet", place.folder / TRAIN_TAR)
+TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 
 
-@scenario("a web page in place of the archive")
-def _(place: Place) -> None:
-    (official(place) / TRAIN_TAR).write_bytes(b"<!DOCTYPE html><html>Please log in</html>" * 100)
-    place.prepare("imagenet", place.folder / "downloads")
+def inner(*members: tuple[str, bytes]) -> Callable[[], Files]:
+    """Return ImageNet with a training tar that has one class with these members."""
+    return inner_tar(tar_of(members))
 
 
-@scenario("a file that is not a tar")
-def _(place: Place) -> None:
-    (official(place) / TRAIN_TAR).write_bytes(bytes(range(1, 256)) * 100)
-    place.prepare("imagenet", place.folder / "downloads")
+def inner_tar(content: bytes) -> Callable[[], Files]:
+    return official(edit(TRAIN_TAR, lambda _: tar_of([(f"{WNIDS[0]}.tar", content)])))
 
 
-@scenario("a tar of something else")
-def _(place: Place) -> None:
-    (place.folder / "photos.tar").write_bytes(tar_of([("readme.txt", b"x")]))
-    place.prepare("imagenet", place.folder / "photos.tar")
-
-
-@scenario("a zip of something else")
-def _(place: Place) -> None:
-    place.prepare(
-        "imagenet", write_zip({"raw-img/cane/1.jpeg": b"x"}, place.folder / "archive.zip")
+def table(change: Callable[[str], str]) -> Callable[[], Files]:
+    """Return Kaggle's tree with another table of classes."""
+    return changed(
+        "ImageNet, kaggle_tree",
+        edit("LOC_val_solution.csv", lambda data: change(data.decode()).encode()),
     )
 
 
-@scenario("a zip that is cut off")
-def _(place: Place) -> None:
-    path = write_zip(
-        kaggle_files(imagenet()), place.folder / "imagenet-object-localization-challenge.zip"
-    )
-    os.truncate(path, path.stat().st_size // 2)
-    place.prepare("imagenet", path)
+def kit(change: Callable[[Files], Files]) -> Callable[[], Files]:
+    return official(edit(KIT, lambda _: tgz_of(change(devkit_files(fake())))))
 
 
-@scenario("a compressed tar")
-def _(place: Place) -> None:
-    path = place.folder / f"{TRAIN_TAR}.gz"
-    path.write_bytes(gzip.compress(tar_of([("a", b"x")])))
-    place.prepare("imagenet", path)
+def archives_of(made: Fake) -> Callable[[], Files]:
+    """Return ImageNet with the training tar of another one."""
+    whole = ((f"{wnid}.tar", tar_of(images.items())) for wnid, images in made.train.items())
+    return official(edit(TRAIN_TAR, lambda _: tar_of(whole)))
 
 
-@scenario("the outer tar is cut off")
-def _(place: Place) -> None:
-    path = official(place) / TRAIN_TAR
-    os.truncate(path, path.stat().st_size // 2)
-    place.prepare("imagenet", place.folder / "downloads")
+def other_labels() -> Files:
+    """Return Kaggle's tree beside a development kit with the labels in reverse order."""
+    wnids = dict(zip(fake().val_wnids, reversed(fake().val_wnids.values()), strict=True))
+    wrong = replace(fake(), val_wnids=wnids)
+    return below("in/", kaggle_files(fake())) | {f"in/{KIT}": tgz_of(devkit_files(wrong))}
 
 
-@scenario("a tar inside it is cut off")
-def _(place: Place) -> None:
-    wnids = imagenet().wnids
-    whole = {wnid: tar_of(imagenet().train[wnid].items()) for wnid in wnids}
-    cut = {wnid: data[:1500] if wnid == wnids[4] else data for wnid, data in whole.items()}
-    (official(place) / TRAIN_TAR).write_bytes(
-        tar_of((f"{wnid}.tar", data) for wnid, data in cut.items())
-    )
-    place.prepare("imagenet", place.folder / "downloads")
+def folders_by_the_ids_of_the_kit() -> Files:
+    """Return a tree whose val folders were chosen as if the ids in the kit were labels."""
+    made = fake()
+    moved = {
+        f"in/val/{made.wnids[made.ids[wnid] - 1]}/{name}": made.val[name]
+        for name, wnid in made.val_wnids.items()
+    }
+    train = without("/val/")(changed("ImageNet, torchvision")())
+    return train | moved | {f"in/{KIT}": tgz_of(devkit_files(made))}
 
 
-@scenario("an archive whose md5 is not the published one, found by `--md5`")
-def _(place: Place) -> None:
-    place.prepare("imagenet", official(place), "--md5")
+def parquets_in_another_order() -> Files:
+    with tempfile.TemporaryDirectory() as folder:
+        write_parquets(replace(fake(), wnids=fake().wnids[::-1]), Path(folder))
+        return {
+            f"in/{path.relative_to(folder)}": path.read_bytes()
+            for path in Path(folder).rglob("*.parquet")
+        }
 
 
-@scenario("class folders that are not named by WordNet ids")
-def _(place: Place) -> None:
-    tree = as_torchvision(imagenet(), place.folder)[0]
-    (tree / "train" / imagenet().wnids[0]).rename(tree / "train" / "tench")
-    place.prepare("imagenet", tree)
+def encrypted() -> Files:
+    data = bytearray(zip_of({"raw-img/cane/0.jpeg": b"x"}))
+    data[data.index(b"PK\1\2") + 8] |= 1  # set the encryption flag of the first member
+    return {"in.zip": bytes(data)}
 
 
-@scenario("two layouts at once")
-def _(place: Place) -> None:
-    tree = as_torchvision(imagenet(), place.folder)[0]
-    place.prepare("imagenet", tree, write_train_tar(imagenet(), place.folder / TRAIN_TAR))
-
-
-@scenario("nothing tells the classes of ImageNet's flat val")
-def _(place: Place) -> None:
-    (official(place) / KIT).unlink()
-    place.prepare("imagenet", place.folder / "downloads")
-
-
-@scenario("an image that the file of labels does not know")
-def _(place: Place) -> None:
-    (official(place) / VAL_TAR).write_bytes(
-        tar_of([*imagenet().val.items(), ("ILSVRC2012_val_00000021.JPEG", b"x")])
-    )
-    place.prepare("imagenet", place.folder / "downloads", "--partial")
-
-
-@scenario("a class of val that train has not, and other counts than ImageNet's")
-def _(place: Place) -> None:
-    fake = imagenet()
-    fewer = Fake(
-        fake.wnids,
-        {wnid: fake.train[wnid] for wnid in fake.wnids[1:]},
-        fake.val,
-        fake.val_wnids,
-        fake.ids,
-    )
-    official(place)
-    write_train_tar(fewer, place.folder / "downloads" / TRAIN_TAR)
-    place.prepare("imagenet", place.folder / "downloads")
-
-
-@scenario("the same name twice")
-def _(place: Place) -> None:
-    fake = imagenet()
-    twice = [*fake.train[fake.wnids[0]].items()] * 2
-    (official(place) / TRAIN_TAR).write_bytes(tar_of([(f"{fake.wnids[0]}.tar", tar_of(twice))]))
-    place.prepare("imagenet", place.folder / "downloads" / TRAIN_TAR, "--partial")
-
-
-@scenario("an empty folder")
-def _(place: Place) -> None:
-    (place.folder / "downloads").mkdir()
-    place.prepare("imagenet", place.folder / "downloads")
-
-
-@scenario("an archive that may not be read")
-def _(place: Place) -> None:
-    (official(place) / TRAIN_TAR).chmod(0)
-    place.prepare("imagenet", place.folder / "downloads", prefix=WITHOUT_PRIVILEGES)
-
-
-@scenario("a class folder that may not be listed")
-def _(place: Place) -> None:
-    folder = images(place) / "dog"
-    folder.chmod(0)
-    place.prepare("imagefolder", place.folder / "images", prefix=WITHOUT_PRIVILEGES)
-    folder.chmod(0o755)
-
-
-@scenario("an image folder without images")
-def _(place: Place) -> None:
-    (place.folder / "images" / "cat").mkdir(parents=True)
-    place.prepare("imagefolder", place.folder / "images")
-
-
-@scenario("an image folder with a single class")
-def _(place: Place) -> None:
-    place.prepare("imagefolder", images(place, ("cat",)))
-
-
-@scenario("a class folder without images")
-def _(place: Place) -> None:
-    (images(place) / "ant").mkdir()
-    place.prepare("imagefolder", place.folder / "images")
-
-
-@scenario("classes whose names are numbers, which sort otherwise as text")
-def _(place: Place) -> None:
-    images(place, ("9", "10"))
-    place.prepare("imagefolder", place.folder / "images")
-
-
-@scenario("classes in val that train has not")
-def _(place: Place) -> None:
-    images(place, ("train/cat", "train/dog", "val/cat", "val/ant"))
-    place.prepare("imagefolder", place.folder / "images")
-
-
-@scenario("a link back to a folder above it")
-def _(place: Place) -> None:
-    (images(place) / "cat" / "all").symlink_to("..")
-    place.prepare("imagefolder", place.folder / "images")
-
-
-@scenario("the shards' own folder as SOURCE")
-def _(place: Place) -> None:
-    place.out = official(place)
-    place.prepare("imagenet", place.out)
-
-
-# ---- hostile archives ----------------------------------------------------------------------------
-
-
-def with_inner_tar(place: Place, data: bytes) -> Path:
-    (official(place) / TRAIN_TAR).write_bytes(tar_of([(f"{imagenet().wnids[0]}.tar", data)]))
-    return place.folder / "downloads"
-
-
-@scenario("a member with an absolute path")
-def _(place: Place) -> None:
-    place.prepare(
-        "imagenet", with_inner_tar(place, tar_of([("/etc/cron.d/n01440764_1.JPEG", b"x")]))
-    )
-
-
-@scenario("a member with `..` in its path")
-def _(place: Place) -> None:
-    place.prepare("imagenet", with_inner_tar(place, tar_of([("../../n01440764_1.JPEG", b"x")])))
-
-
-@scenario("a link in an archive")
-def _(place: Place) -> None:
-    link = tarfile.TarInfo("n01440764_1.JPEG")
-    link.type = tarfile.SYMTYPE
-    link.linkname = "/etc/passwd"
-    place.prepare(
-        "imagenet", with_inner_tar(place, link.tobuf(tarfile.GNU_FORMAT) + bytes(10240 - 512))
-    )
-
-
-@scenario("an encrypted zip")
-def _(place: Place) -> None:
-    data = bytearray(write_zip(animals(), place.folder / "archive.zip").read_bytes())
-    data[data.index(b"PK\1\2") + 8] |= 1  # set the encryption flag of the first archive member
-    (place.folder / "archive.zip").write_bytes(data)
-    place.prepare("animals10", place.folder / "archive.zip")
-
-
-def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """Change the size of a member in the central directory of a zip file, and return the path of
-    the file."""
-    data = bytearray(path.read_bytes())
+def with_stated_size(data: bytes, name: str, size: int) -> bytes:
+    """Change a member's size in the central directory of a zip."""
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
-    data[at + 24 : at + 28] = struct.pack("<I", size)
-    path.write_bytes(data)
-    return path
+    return data[: at + 24] + struct.pack("<I", size) + data[at + 28 :]
 
 
-@scenario("a zip bomb that says so")
-def _(place: Place) -> None:
-    files = torchvision_files(imagenet())
-    path = write_zip(files, place.folder / "imagenet.zip")
-    place.prepare("imagenet", with_stated_size(path, next(iter(files)), 4_000_000_000), "--partial")
+def bomb(size: int, content: bytes | None = None) -> Files:
+    """Return a zip whose first image states another size."""
+    files = torchvision_files(fake())
+    first = next(iter(files))
+    files |= {first: files[first] if content is None else content}
+    return {"in.zip": with_stated_size(zip_of(files), first, size)}
+
+
+def cut_inner_tar() -> Files:
+    made = {wnid: tar_of(images.items()) for wnid, images in fake().train.items()}
+    made[WNIDS[4]] = made[WNIDS[4]][:1500]
+    return official(edit(TRAIN_TAR, lambda _: tar_of((f"{w}.tar", t) for w, t in made.items())))()
+
+
+def animals_in(change: Change, packed: bool) -> Callable[[], Files]:
+    files = change(ANIMALS)
+    return lambda: {"in": zip_of(files, "raw-img/")} if packed else below("in/raw-img/", files)
+
+
+ARCHIVES = {
+    "an archive that is not there": imagenet(dict, at=TRAIN_TAR),
+    "a web page in place of the archive": imagenet(
+        official(edit(TRAIN_TAR, lambda _: b"<!DOCTYPE html><html>Please log in</html>" * 100)),
+        at="downloads",
+    ),
+    "a file that is not a tar": imagenet(
+        official(edit(TRAIN_TAR, lambda _: bytes(range(1, 256)) * 100)), at="downloads"
+    ),
+    "a tar of something else": imagenet(
+        lambda: {"in.tar": tar_of([("readme.txt", b"x")])}, at="in.tar"
+    ),
+    "a zip of something else": imagenet(
+        lambda: {"in.zip": zip_of({"raw-img/cane/1.jpeg": b"x"})}, at="in.zip"
+    ),
+    "a zip that is cut off": imagenet(
+        lambda: {"in.zip": (data := zip_of(kaggle_files(fake())))[: len(data) // 2]}, at="in.zip"
+    ),
+    "a compressed tar": imagenet(lambda: {"in.tar.gz": tgz_of({"a": b"x"})}, at="in.tar.gz"),
+    "the outer tar is cut off": imagenet(official(cut(TRAIN_TAR)), at="downloads"),
+    "a tar inside it is cut off": imagenet(cut_inner_tar, at="downloads"),
+    "an archive whose md5 is not the published one, found by `--md5`": imagenet(
+        official(), at="downloads", flags=("--md5",)
+    ),
+    "class folders that are not named by WordNet ids": imagenet(
+        changed("ImageNet, torchvision", put({"in/train/tench/1.JPEG": b"x"}))
+    ),
+    "two layouts at once": imagenet(
+        lambda: changed("ImageNet, torchvision")() | official()(), at=f"in downloads/{TRAIN_TAR}"
+    ),
+    "nothing tells the classes of ImageNet's flat val": imagenet(
+        official(without(KIT)), at="downloads"
+    ),
+    "an image that the file of labels does not know": imagenet(
+        official(
+            edit(
+                VAL_TAR,
+                lambda _: tar_of([*fake().val.items(), ("ILSVRC2012_val_00000021.JPEG", b"x")]),
+            )
+        ),
+        at="downloads",
+        flags=("--partial",),
+    ),
+    "a class of val that train has not, and other counts than ImageNet's": imagenet(
+        lambda: archives_of(
+            replace(fake(), train={wnid: fake().train[wnid] for wnid in WNIDS[1:10]})
+        )(),
+        at="downloads",
+    ),
+    "the same name twice": imagenet(
+        lambda: inner(*[*fake().train[WNIDS[0]].items()] * 2)(),
+        at=f"downloads/{TRAIN_TAR}",
+        flags=("--partial",),
+    ),
+    "an empty folder": imagenet(filled("/")),
+    "an image folder without images": imagefolder(filled("cat/")),
+    "an image folder with a single class": imagefolder(filled("cat")),
+    "a class folder without images": imagefolder(filled("cat", "dog", "ant/")),
+    "the folder of one class in place of its parent": imagefolder(
+        filled("cat", "dog"), at="in/cat"
+    ),
+    "classes whose names are numbers, which sort otherwise as text": imagefolder(filled("9", "10")),
+    "classes in val that train has not": imagefolder(
+        filled("train/cat", "train/dog", "val/cat", "val/ant")
+    ),
+    "a `metadata.csv` with rows that lack a label, or name a file that is not there": imagefolder(
+        lambda: (
+            filled("cat")()
+            | {"in/metadata.csv": b"file_name,label\ncat/1.jpg,cat\n0.jpg,\ngone.jpg,cat\n"}
+        )
+    ),
+    "an archive without images in folders": imagefolder(lambda: {"in": zip_of({"1.jpg": b"x"})}),
+    "`--sha256` without `--download`": imagefolder(
+        filled("cat", "dog"), flags=("--sha256", "0" * 64)
+    ),
+}
+HOSTILE = {
+    "a member with an absolute path": imagenet(
+        inner(("/etc/cron.d/n01440764_1.JPEG", b"x")), at="downloads"
+    ),
+    "a member with `..` in its path": imagenet(
+        inner(("../../n01440764_1.JPEG", b"x")), at="downloads"
+    ),
+    "a link in an archive": imagenet(
+        inner_tar(
+            tar_with(member("n01440764_1.JPEG", type=tarfile.SYMTYPE, linkname="/etc/passwd"))
+        ),
+        at="downloads",
+    ),
+    "an encrypted zip": animals(encrypted, at="in.zip"),
+    "a zip bomb that says so": imagenet(
+        lambda: bomb(4_000_000_000), at="in.zip", flags=("--partial",)
+    ),
+}
+OTHER_SOURCES = {
+    "one of MNIST's files is missing": mnist(changed("MNIST", without("t10k-images"))),
+    "an idx file of another kind, with another number of images, or cut off": mnist(
+        changed(
+            "MNIST",
+            edit("train-labels-idx1-ubyte", lambda _: idx(np.zeros(60_000))),
+            edit(
+                "train-images-idx3-ubyte",
+                lambda _: struct.pack(">4I", 0x803, 60_000, 28, 28) + bytes(1_000_000),
+            ),
+        )
+    ),
+    "an idx file whose compressed form is cut off": mnist(
+        changed("MNIST, compressed", cut("train-labels-idx1-ubyte.gz"))
+    ),
+    "CIFAR's Python version, which is made of pickles": cifar(
+        lambda: {"in/cifar-10-batches-py/data_batch_1": b"x"}
+    ),
+    "CIFAR's archive is cut off": cifar(
+        changed("CIFAR-10, archive", cut("a.tar.gz")), at="a.tar.gz"
+    ),
+    "one of CIFAR's files has another size": cifar(
+        changed("CIFAR-10", edit("data_batch_1.bin", lambda _: bytes(3073)))
+    ),
+    "Animals-10 without one of its classes": animals(animals_in(without("ragno/"), packed=True)),
+    "fractions of the split that do not sum to 1": animals(
+        changed("animals"), flags=("--fractions", "0.8", "0.1")
+    ),
+    "parquet files where pyarrow is not installed": imagenet(
+        changed("ImageNet, parquet"), at="imagenet-1k", missing="pyarrow"
+    ),
+    "parquet files of which two columns may be the label": parquet(
+        lambda: {
+            "in.parquet": parquet_of(
+                [
+                    {"image": image_bytes(n), "coarse_label": n // 2, "fine_label": n}
+                    for n in range(4)
+                ]
+            )
+        },
+        at="in.parquet",
+    ),
+    "a parquet file that is cut off": imagenet(
+        changed("ImageNet, parquet", cut("train-00001-of-00003.parquet")), at="imagenet-1k"
+    ),
+}
+ROWS = ARCHIVES | HOSTILE | OTHER_SOURCES
+"""Maps each row of rows.yaml to its fault."""
+add_rows(ROWS)
 
 
 @scenario(
     "a zip bomb that hides it: the image is left out, and with it the rest of the bomb", begun=True
 )
 def _(place: Place) -> None:
-    files = torchvision_files(imagenet())
-    files[next(iter(files))] = bytes(50_000_000)
-    path = with_stated_size(
-        write_zip(files, place.folder / "imagenet.zip"), next(iter(files)), 1000
-    )
-    place.prepare("imagenet", path, "--partial", "--max-unreadable", 0.1)
+    write(bomb(1000, bytes(50_000_000)), place.folder)
+    place.prepare("imagenet", place.folder / "in.zip", "--partial", "--max-unreadable", 0.1)
     place.stdout += (place.out / "quarantine.jsonl").read_text()
 
 
-# ---- MNIST, CIFAR, Animals-10, digits, parquet ---------------------------------------------------
-
-
-def idx_files(place: Place, **contents: bytes) -> Path:
-    """Write MNIST files with correct labels.
-
-    `contents` maps the first word of an image file's name to the bytes of this file. All other
-    image files are empty.
-    """
-    folder = place.folder / "mnist"
-    folder.mkdir()
-    for name in MNIST:
-        count = 60_000 if name.startswith("train") else 10_000
-        labels = struct.pack(">2I", 0x801, count) + bytes(count)
-        (folder / name).write_bytes(
-            labels if "labels" in name else contents.get(name.partition("-")[0], b"")
-        )
-    return folder
-
-
-@scenario("one of MNIST's files is missing")
+@scenario("a link back to a folder above it")
 def _(place: Place) -> None:
-    (idx_files(place) / MNIST[2]).unlink()
-    place.prepare("mnist", place.folder / "mnist")
+    write(filled("cat", "dog")(), place.folder)
+    (place.folder / "in" / "cat" / "all").symlink_to("..")
+    place.prepare("imagefolder", place.folder / "in")
 
 
-@scenario("an idx file of another kind, with another number of images, or cut off")
+@scenario("the shards' own folder as SOURCE")
 def _(place: Place) -> None:
-    place.prepare(
-        "mnist",
-        idx_files(place, train=struct.pack(">4I", 0x803, 60_000, 28, 28) + bytes(1_000_000)),
-    )
+    write(official()(), place.folder)
+    place.out = place.folder / "downloads"
+    place.prepare("imagenet", place.out)
 
 
-@scenario("an idx file whose compressed form is cut off")
+@scenario("an archive that may not be read")
 def _(place: Place) -> None:
-    folder = idx_files(place)
-    packed = gzip.compress((folder / MNIST[1]).read_bytes())
-    (folder / MNIST[1]).unlink()
-    (folder / f"{MNIST[1]}.gz").write_bytes(packed[: len(packed) // 2])
-    place.prepare("mnist", folder)
+    write(official()(), place.folder)
+    (place.folder / "downloads" / TRAIN_TAR).chmod(0)
+    place.prepare("imagenet", place.folder / "downloads", fork=without_privileges)
 
 
-@scenario("CIFAR's Python version, which is made of pickles")
+@scenario("a class folder that may not be listed")
 def _(place: Place) -> None:
-    (place.folder / "cifar-10-batches-py").mkdir()
-    (place.folder / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"x")
-    place.prepare("cifar", place.folder)
-
-
-@scenario("CIFAR's archive is cut off")
-def _(place: Place) -> None:
-    path = place.folder / "cifar-10-binary.tar.gz"
-    packed = gzip.compress(
-        tar_of([("cifar-10-batches-bin/data_batch_1.bin", np.random.default_rng(0).bytes(30_000))])
-    )
-    path.write_bytes(packed[: len(packed) // 2])
-    place.prepare("cifar", path)
-
-
-@scenario("one of CIFAR's files has another size")
-def _(place: Place) -> None:
-    names = [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]
-    for name in names:
-        (place.folder / name).write_bytes(bytes(3073))
-    (place.folder / "batches.meta.txt").write_text("\n".join("abcdefghij"))
-    place.prepare("cifar", place.folder)
-
-
-def animals() -> dict[str, bytes]:
-    data = jpeg(np.zeros((20, 20, 3), np.uint8))
-    return {f"raw-img/{folder}/{number}.jpeg": data for folder in ENGLISH for number in range(12)}
-
-
-@scenario("Animals-10 without one of its classes")
-def _(place: Place) -> None:
-    files = {name: data for name, data in animals().items() if "/ragno/" not in name}
-    place.prepare("animals10", write_zip(files, place.folder / "archive.zip"))
-
-
-@scenario("fractions of the split that do not sum to 1")
-def _(place: Place) -> None:
-    place.prepare(
-        "animals10", write_zip(animals(), place.folder / "archive.zip"), "--fractions", 0.8, 0.1
-    )
-
-
-@scenario("parquet files where pyarrow is not installed")
-def _(place: Place) -> None:
-    folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
-    with pytest.MonkeyPatch.context() as patch:
-        # Make `import pyarrow` fail, as it does if the package is not installed.
-        patch.setitem(sys.modules, "pyarrow", None)
-        place.prepare("imagenet", folder)
-
-
-@scenario("parquet files of which two columns may be the label")
-def _(place: Place) -> None:
-    columns = {
-        "image": [jpeg(np.zeros((20, 20, 3), np.uint8))] * 4,
-        "coarse_label": [0, 0, 1, 1],
-        "fine_label": [0, 1, 2, 3],
-    }
-    pyarrow.parquet.write_table(pyarrow.table(columns), place.folder / "train.parquet")
-    place.prepare("parquet", place.folder / "train.parquet")
-
-
-@scenario("a parquet file that is cut off")
-def _(place: Place) -> None:
-    path = (
-        write_parquets(imagenet(), place.folder / "imagenet-1k")
-        / "data"
-        / "train-00001-of-00003.parquet"
-    )
-    os.truncate(path, path.stat().st_size // 2)
-    place.prepare("imagenet", place.folder / "imagenet-1k")
+    write(filled("cat", "dog")(), place.folder)
+    (place.folder / "in" / "dog").chmod(0)
+    place.prepare("imagefolder", place.folder / "in", fork=without_privileges)
+    (place.folder / "in" / "dog").chmod(0o755)
 
 
 # ---- downloads -----------------------------------------------------------------------------------
@@ -424,13 +423,13 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: a file of another md5")
 def _(place: Place) -> None:
-    with WebServer({f"/{MNIST[0]}.gz": b"<html>Welcome to the hotel's network</html>"}) as server:
+    with WebServer({f"/{IMAGES}.gz": b"<html>Welcome to the hotel's network</html>"}) as server:
         download_mnist(place, server.url)
 
 
 @scenario("`--download`: the server cannot be reached")
 def _(place: Place) -> None:
-    # Bind the port but do not listen. Connections then fail, and no other process can use the port.
+    # Bind the port without listening, so that connections fail and no other process gets the port.
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")
@@ -438,7 +437,7 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: a file that is there already is another one")
 def _(place: Place) -> None:
-    (idx_files(place) / f"{MNIST[0]}.gz").write_bytes(b"x")
+    write({f"mnist/{IMAGES}.gz": b"x"}, place.folder)
     download_mnist(place, "http://127.0.0.1:9")
 
 
@@ -456,19 +455,491 @@ for row, served, flags in (
     scenario(f"`--download` of an archive: {row}")(act)
 
 
-@scenario("`--sha256` without `--download`")
-def _(place: Place) -> None:
-    place.prepare("imagefolder", images(place), "--sha256", "0" * 64)
+# ---- faults that are no rows ---------------------------------------------------------------------
 
 
-@scenario("a `metadata.csv` with rows that lack a label, or name a file that is not there")
-def _(place: Place) -> None:
-    folder = images(place)
-    text = "file_name,label\ncat/1.jpg,cat\n0.jpg,\ngone.jpg,cat\n"
-    (folder / "metadata.csv").write_text(text)
-    place.prepare("imagefolder", folder)
+def cifar_with(name: str, change: Callable[[bytes], bytes], packed: bool) -> Callable[[], Files]:
+    """Return the files of CIFAR-10, or an archive of them, after a change of one file."""
+    files = changed("CIFAR-10", edit(name, change))
+    if not packed:
+        return files
+    return lambda: {"in": tgz_of({path.removeprefix("in/"): d for path, d in files().items()})}
 
 
-@scenario("an archive without images in folders")
-def _(place: Place) -> None:
-    place.prepare("imagefolder", write_zip({"1.jpg": b"x"}, place.folder / "photos.zip"))
+def mnist_with(name: str, content: bytes, packed: bool) -> Callable[[], Files]:
+    """Return the files of MNIST with another content of one file."""
+    files = changed("MNIST", edit(name, lambda _: content))
+    return lambda: gzipped(files()) if packed else files()
+
+
+def parquets(*flags: str, **splits: list[dict[str, Any]]) -> Callable[[str], Wrong]:
+    """Return a function from the message of an error to a fault with these parquet files."""
+    return lambda message: parquet(
+        lambda: {f"in/{split}.parquet": parquet_of(listed) for split, listed in splits.items()},
+        message,
+        flags=flags,
+    )
+
+
+def lacking(column: str, **more: Any) -> list[dict[str, Any]]:
+    """Return rows without a column, or with other columns as well."""
+    return [{key: row[key] for key in row if key != column} | more for row in rows(6)]
+
+
+def invalid_label() -> Files:
+    """Return a file with names of three classes and the label 9."""
+    import datasets
+
+    names = datasets.ClassLabel(names=["cat", "dog", "owl"])
+    kinds = datasets.Features({"image": datasets.Image(), "label": names})
+    schema = datasets.Dataset.from_list(rows(6), features=kinds).data.table.schema
+    listed = rows(6, label=lambda n: (*range(3), 0, 1, 9)[n])
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed, schema), file)
+    return {"in.parquet": file.getvalue()}
+
+
+FLAGS = {
+    ("--shard-mib", "0"): "'0' is not a positive integer",
+    ("--minival", "1"): r"'1' is not a number in \[0, 1\)",
+    ("--minival", "x"): "invalid fraction value: 'x'",
+    ("--check", "pixels"): "invalid choice: 'pixels'",
+    ("--val-fraction", "1"): r"'1' is not a number in \[0, 1\)",
+}
+OF_COMMANDS = {
+    f"{flag} {value}": imagefolder(
+        dict,
+        rf"\Aerror: argument {flag}: {message}.*--help lists the options\)$",
+        flags=(flag, value),
+    )
+    for (flag, value), message in FLAGS.items()
+}
+OF_FOLDERS = {
+    "only images": imagefolder(filled(""), r"in: contains 2 images outside class folders"),
+    "images in train": imagefolder(filled("train"), r"no images .* in its 0 subfolders"),
+    "only texts": imagefolder(filled("a/1.txt", "b/1.txt"), "no images .* in its 2 subfolders"),
+    "a class of texts": imagefolder(filled("a", "b/1.txt"), "these classes have no images: b"),
+    "an empty val": imagefolder(
+        filled("train/a", "train/b", "val/a/1.txt"), "val: contains no images"
+    ),
+    "no train": imagefolder(filled("val/a"), "has val/ but no train/"),
+    "an image": imagefolder(filled("a"), "1.jpg: not a folder; expected", at="in/a/1.jpg"),
+    "a val folder and a fraction": imagefolder(
+        filled("train/a", "train/b", "val/a"),
+        "--val-fraction 0.2 was given, but",
+        flags=("--val-fraction", "0.2"),
+    ),
+    "12 numbers": imagefolder(
+        filled(*map(str, range(12))),
+        r"label 2 is class 10 in text order, but 2 in numeric order \(10 of 12 labels differ",
+    ),
+    "a name in two spellings": imagefolder(
+        filled("train/caf\u00e9", "train/cafe\u0301"),
+        r"folder names are identical after Unicode normalization: b'cafe.* and b'caf",
+    ),
+    "raw photos without classes": imagefolder(
+        filled("x.cr2"),
+        r"below it \(1 file not read as images: 1 .cr2; convert",
+        flags=("--no-classes",),
+    ),
+    "photos in another format": imagefolder(
+        filled("a", "b", "phone/1.heic"),
+        r"these classes have no images: phone \(1 file not read as images: 1 .heic; install",
+    ),
+    "noise": imagefolder(lambda: {"in": bytes(range(256)) * 9}, "in: not a tar"),
+    "a table that is a page": imagefolder(
+        lambda: filled("a")() | {"in/metadata.jsonl": b"<html>\n"},
+        r"metadata.jsonl: not a table \(",
+    ),
+    "a table with two labels": imagefolder(
+        lambda: {
+            "in/1.jpg": image_bytes(1),
+            "in/metadata.csv": b"file_name,breed,age\n1.jpg,a,1\n",
+        },
+        "breed, age are possible: choose one with --label-column",
+    ),
+    "a table with a path that leads out": imagefolder(
+        lambda: {"in/1.jpg": b"", "in/metadata.csv": b"file_name,label\n1.jpg,a\n../1.jpg,b\n"},
+        r"no label, or name a file that is missing from the folder: ../1.jpg \(b\)",
+    ),
+}
+OF_ANIMALS = {
+    f"{name}, {packed=}": animals(animals_in(change, packed), message)
+    for packed in (False, True)
+    for name, change, message in (
+        (
+            "two missing classes",
+            without("ragno/", "cane/"),
+            r"no images of dog \(cane\), spider \(ragno\): provide each of the ten",
+        ),
+        (
+            "no class",
+            lambda _: {"readme.txt": b""},
+            r"no images of dog \(cane\), horse \(cavallo\), ",
+        ),
+        (
+            "unknown folders",
+            put({"leone/1.jpeg": b"", "tigre/1.jpeg": b""}),
+            "unknown folders next to the class folders: leone, tigre:",
+        ),
+        ("two names", put({"dog/1.jpeg": b""}), r"dog has 2 folders \(.*cane, .*dog\):"),
+        (
+            "two places",
+            put({"copy/ragno/1.jpeg": b""}),
+            r"spider has 2 folders \(.*copy/ragno, .*ragno\)",
+        ),
+    )
+} | {
+    f"--fractions {values}": animals(
+        changed("animals"),
+        f"--fractions {values}: expected two",
+        flags=("--fractions", *values.split()),
+    )
+    for values in ("0.85", "0.8 0.3", "1.5 -0.5", "nan 0.5")
+}
+OF_CIFAR = {
+    f"{name}, {what}, {packed=}": cifar(cifar_with(name, change, packed), message)
+    for packed in (False, True)
+    for name, what, change, message in (
+        (
+            "test_batch.bin",
+            "one byte less",
+            lambda data: data[:-1],
+            r"test_batch.bin: has 61,459 bytes, expected 61,460 \(20 rec",
+        ),
+        (
+            "test_batch.bin",
+            "label",
+            lambda data: data[: 3073 * 7] + b"\x0a" + data[3073 * 7 + 1 :],
+            "test_batch.bin: record 7 has label 10, expected 0 to 9",
+        ),
+        (
+            "batches.meta.txt",
+            "names",
+            lambda _: b"cat\ncat\n",
+            "batches.meta.txt: contains 2 names, 1 of them distinct; expected the names",
+        ),
+    )
+} | {
+    "damage in the middle": cifar(
+        changed(
+            "CIFAR-10, archive", edit("gz", lambda data: data[:1000] + bytes(1000) + data[2000:])
+        ),
+        "damaged or truncated|files are missing",
+        at="a.tar.gz",
+    ),
+    "a cut tar, compressed": cifar(
+        changed(
+            "CIFAR-10, archive",
+            edit("gz", lambda data: gzip.compress(gzip.decompress(data)[:70_000], 1)),
+        ),
+        "damaged or truncated",
+        at="a.tar.gz",
+    ),
+    "a zip": cifar(lambda: {"in": b"PK\3\4" + bytes(600)}, "not a tar or tar.gz"),
+    "links": cifar(
+        lambda: {
+            "in": tar_with(
+                *(
+                    member(f"../../{name}", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+                    for name in ("data_batch_1.bin", "test_batch.bin")
+                )
+            )
+        },
+        "no CIFAR files",
+    ),
+    "a bomb": cifar(
+        lambda: {"in": tar_with(member("data_batch_1.bin", size=1 << 40))},
+        r"contains 'data_batch_1.bin' \(1,099,511,627,776 bytes\) after 0 other members, unlike a",
+    ),
+    "too many files": cifar(
+        lambda: {"in": tar_with(*(member(f"{number}.txt") for number in range(101)))},
+        "unlike a CIFAR archive",
+    ),
+    "both data sets": cifar(
+        lambda: changed("CIFAR-10")() | changed("CIFAR-100, extracted")(), "contains CIFAR-10 in "
+    ),
+}
+OF_MNIST = {
+    f"{name}, {what}, {packed=}": mnist(mnist_with(name, content, packed), message)
+    for packed in (False, True)
+    for name, what, content, message in (
+        (
+            "train-labels-idx1-ubyte",
+            "page",
+            b"<html>Not found",
+            "found 15 bytes that begin with 3c68746d6c3e4e6f; copy",
+        ),
+        ("train-labels-idx1-ubyte", "empty", b"", "found 0 bytes that begin with ; copy"),
+        (
+            "t10k-labels-idx1-ubyte",
+            "label",
+            idx(np.arange(20) % 11),
+            "record 10 has label 10, expected 0 to 9",
+        ),
+        (
+            "t10k-images-idx3-ubyte",
+            "type",
+            struct.pack(">IIII", 0x0D03, 20, 28, 28) + bytes(99),
+            "found 115 bytes that begin with 00000d03",
+        ),
+        (
+            IMAGES,
+            "count",
+            idx(np.zeros((9, 28, 28))),
+            r"an idx file of 15,696 bytes that begins with 00000803000000140000001c0000001c, found"
+            " 7,072 bytes that begin with 0000080300000009; copy or",
+        ),
+        (
+            IMAGES,
+            "one byte more",
+            idx(np.zeros((20, 28, 28))) + b"\0",
+            "found more that begin with",
+        ),
+        # A small decompression bomb.
+        (IMAGES, "bomb", idx(np.zeros((20, 28, 28))) + bytes(20_000_000), "found more"),
+    )
+} | {
+    "not compressed": mnist(
+        changed("MNIST, compressed", edit(f"{IMAGES}.gz", lambda _: idx(np.zeros((20, 28, 28))))),
+        r"not a complete gzip file \(Not a gzipped file",
+    ),
+    "damage in the middle": mnist(
+        changed(
+            "MNIST, compressed",
+            edit(f"{IMAGES}.gz", lambda data: data[:50] + b"\0" * 50 + data[100:]),
+        ),
+        r"not a complete gzip file \(",
+    ),
+    "other data sets": mnist(
+        filled("KMNIST/raw/", "FashionMNIST/raw/"), "or use --download or another --variant"
+    ),
+    "two places": mnist(
+        lambda: changed("MNIST")() | changed("MNIST, raw")(),
+        r"found idx files in several folders \(.*/in, .*/in/raw\): pass one",
+    ),
+}
+OF_PARQUET = {
+    message: given(message)
+    for message, given in {
+        "columns are image, and no name is a usual one: choose one with --label-column": parquets(
+            train=lacking("label")
+        ),
+        "choose one with --image-column": parquets(train=lacking("image")),
+        "label, class are possible: choose one with --label-column": parquets(
+            train=lacking("", **{"class": 2})
+        ),
+        "--label-column lable: ": parquets("--label-column", "lable", train=rows(6)),
+        "expected label (with bytes and path) and label": parquets(
+            "--image-column", "label", train=rows(6)
+        ),
+        "test.parquet: the columns are image; expected image (with bytes and path) and label": (
+            parquets(train=rows(6), test=lacking("label"))
+        ),
+        r"no training files: add train-\*.parquet": parquets(test=rows(6)),
+        r"no split in the names more.parquet: rename these files to train-\*, validation-\* or"
+        r" test-\*": parquets(train=rows(6), more=rows(3)),
+        "files of train are in several folders": parquets(
+            **{"fine/train": rows(6), "coarse/train": rows(3)}
+        ),
+        r"only one class \(5\): provide at least two": parquets(train=rows(6, label=lambda _: 5)),
+        r"train: 1 of 8 images have no label \(null or -1\): remove these rows": parquets(
+            train=rows(8, label=lambda n: None if n == 7 else n % 3)
+        ),
+        "train: classes without images: 3, 4, 5": parquets(
+            train=rows(6), val=rows(6, label=lambda n: n)
+        ),
+        "--val-fraction 0.2 was given, but ": parquets(
+            "--val-fraction", "0.2", train=rows(6), val=rows(6)
+        ),
+    }.items()
+} | {
+    "a label outside": parquet(
+        invalid_label, "labels outside the 3 classes: 9: correct them", at="in.parquet"
+    ),
+    "other files": parquet(
+        filled("a.json", "b.json", "c.arrow"),
+        r"no .parquet files \(3 other files, no images: 2 .json, 1 .arrow\)",
+    ),
+    "no pyarrow": parquet(
+        changed("parquet"),
+        r"\Aerror: reading parquet files needs pyarrow: pip install pyarrow$",
+        missing="pyarrow",
+    ),
+}
+WHOLE = (
+    "table, unknown class",
+    "other folders",
+    "no WNID",
+    "parquets in another order",
+    "one parquet file less",
+)
+"""The faults that --partial would accept or print differently, or that leave copied images."""
+OF_IMAGENET = {
+    name: imagenet(files, message, at=at, flags=("--dry-run",) if name in WHOLE else ("--partial",))
+    for name, files, message, at in (
+        ("other folders", filled("cat/", "dog/"), "contains cat, dog", "in"),
+        ("no WNID", filled("train/cat", "train/dog"), "train: 2 class folders .* cat, dog", "in"),
+        (
+            "foreign image",
+            changed("ImageNet, torchvision", put({f"in/train/{WNIDS[0]}/cat.jpg": b"x"})),
+            r"train: 1 images have file names that do not match their class in ImageNet: cat\.jpg",
+            "in",
+        ),
+        (
+            "image in a wrong tar",
+            changed(
+                "ImageNet, inner_tars",
+                edit(
+                    f"{WNIDS[4]}.tar",
+                    lambda _: tar_of([(f"{WNIDS[5]}_1.JPEG", b"x"), ("cat.jpg", b"x")]),
+                ),
+            ),
+            r"2 images have file names that .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg",
+            "in",
+        ),
+        (
+            "foreign train tar",
+            official(edit(TRAIN_TAR, lambda _: tar_of([("readme.txt", b"x")]))),
+            r"contains 'readme\.txt'; expected tars named by WordNet ID",
+            "downloads",
+        ),
+        (
+            "train tar with a file without a suffix",
+            official(edit(TRAIN_TAR, lambda data: tar_of([("README", b"")])[:512] + data)),
+            r"contains 'README'; expected tars named by WordNet ID",
+            "downloads",
+        ),
+        (
+            "table, one row less",
+            table(
+                lambda text: "\n".join(
+                    line for line in text.splitlines() if "val_00000003," not in line
+                )
+            ),
+            r"val: 1 images have no class in the label file: ILSVRC2012_val_00000003\.JPEG",
+            "in",
+        ),
+        (
+            "table, unknown class",
+            table(lambda text: text.replace(WNIDS[2], "n99999999")),
+            r"unknown classes: n99999999 \(2\)",
+            "in",
+        ),
+        (
+            "table, no WNIDs",
+            table(lambda text: text.replace(WNIDS[2], "tench")),
+            r"line \d+: expected a WordNet ID and a box",
+            "in",
+        ),
+        (
+            "table, other columns",
+            table(lambda text: text.replace("ImageId", "id")),
+            "columns are id, Pred.*; expected ImageId",
+            "in",
+        ),
+        (
+            "table, contradiction",
+            table(
+                lambda text: (
+                    f"{text}ILSVRC2012_val_00000001,{WNIDS[0]} 1\n"
+                    f"ILSVRC2012_val_00000001,{WNIDS[1]} 1\n"
+                )
+            ),
+            r"line \d+: 'ILSVRC2012_val_00000001' has the label n\d+, but n\d+ in an earlier line",
+            "in",
+        ),
+        (
+            "labels that differ",
+            other_labels,
+            r"\d+ labels differ: pass only the correct label file",
+            "in",
+        ),
+        (
+            "folders by the kit's ids",
+            folders_by_the_ids_of_the_kit,
+            r"images have another class .*: ILSVRC2012_val_.* \(in n\d+\)",
+            "in",
+        ),
+        (
+            "kit without its table",
+            kit(lambda files: {TRUTH: files[TRUTH]}),
+            r"contains no meta\.mat; expected ImageNet's development kit",
+            "downloads",
+        ),
+        (
+            "kit with another table",
+            kit(put({"data/meta.mat": b"x" * 200})),
+            "not the kit's class table",
+            "downloads",
+        ),
+        (
+            "kit with other ids",
+            kit(put({TRUTH: b"1\n2\n13\n"})),
+            r"line 3 is '13'; expected the ILSVRC2012_ID of one",
+            "downloads",
+        ),
+        ("kit with a group's id", kit(put({TRUTH: b"12\n"})), r"line 1 is '12'", "downloads"),
+        (
+            "cut kit",
+            official(cut(KIT)),
+            r"ILSVRC2012_devkit_t12\.tar\.gz: not a tar or tar\.gz, damaged or truncated",
+            "downloads",
+        ),
+        (
+            "parquets in another order",
+            parquets_in_another_order,
+            "the labels do not follow the order of the WordNet IDs",
+            "in",
+        ),
+        (
+            "one parquet file less",
+            changed("ImageNet, parquet", without("train-00001")),
+            "1 of 3 parquet files of train are missing",
+            "imagenet-1k",
+        ),
+        (
+            "parquet of texts",
+            lambda: {"train-0.parquet": parquet_of([{"text": "x", "label": 1}])},
+            "the columns are text, label; expected image",
+            "train-0.parquet",
+        ),
+        (
+            "finished shards",
+            official(put({"downloads/_info.json": b"{}"})),
+            "contains finished shards",
+            "downloads",
+        ),
+    )
+}
+index = partial(Wrong, "index")
+OF_SHARDS = {
+    "no folder": index(dict, "in: no such folder"),
+    "noise": index(lambda: {"in/train-0.tar": b"x" * 600}, "train-0.tar: not a tar"),
+    "another sidecar": index(
+        lambda: {
+            "in/train-0.tar": tar_of([("a.jpg", image_bytes()), ("a.cls", b"0")]),
+            "in/train-0.json": b"[]",
+        },
+        "train-0.json: expected a JSON object",
+    ),
+    "tars one folder below": index(
+        lambda: {"in/test/0.tar": b"", "in/train/0.tar": b""},
+        "no .tar files, only in its subfolders test, train: move or link",
+    ),
+}
+WRONG = {
+    f"{kind}: {name}": fault
+    for kind, faults in (
+        ("command line", OF_COMMANDS),
+        ("folder", OF_FOLDERS),
+        ("animals", OF_ANIMALS),
+        ("CIFAR", OF_CIFAR),
+        ("MNIST", OF_MNIST),
+        ("parquet", OF_PARQUET),
+        ("ImageNet", OF_IMAGENET),
+        ("shards", OF_SHARDS),
+    )
+    for name, fault in faults.items()
+}
+"""Maps a name to each fault that is no row."""

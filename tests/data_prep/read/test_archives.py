@@ -196,10 +196,18 @@ def test_a_tar_with_data_after_its_end_is_refused(tmp_path):
     path.write_bytes(path.read_bytes() + b"garbage")
     with pytest.raises(PrepError, match="data follow the end marker"):
         listed(path)
-    with pytest.raises(PrepError, match="No such file"):
-        listed(tmp_path / "missing.tar")
-    with pytest.raises(PrepError, match="Is a directory"):
-        listed(tmp_path)
+
+
+def test_a_file_that_cannot_be_opened_gives_one_line(tmp_path):
+    (tmp_path / "loop.tar").symlink_to("loop.tar")
+    for name, message in (
+        ("missing.tar", "No such file"),
+        ("n" * 300, "File name too long"),
+        ("loop.tar", "Too many levels of symbolic links"),
+        (".", "Is a directory"),
+    ):
+        with pytest.raises(PrepError, match=message):
+            listed(tmp_path / name)
 
 
 @pytest.mark.parametrize(

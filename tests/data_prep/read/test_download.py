@@ -178,31 +178,6 @@ def test_one_of_two_processes_downloads_the_file(web, path, capsys):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def test_a_file_with_a_wrong_md5_is_refused(web, path):
-    web.files["/data/a.bin"] = b"<html>please log in</html>"
-    with pytest.raises(PrepError) as caught:
-        download(f"{web.url}/data/a.bin", path, MD5)
-    md5 = hashlib.md5(b"<html>please log in</html>").hexdigest()
-    assert str(caught.value).startswith(
-        f"{web.url}/data/a.bin: its md5 is {md5} (26 bytes), expected {MD5}: "
-    )
-    assert f"save it as {path}" in str(caught.value)
-    assert list(path.parent.iterdir()) == []
-
-
-def test_an_existing_file_with_another_md5_is_kept(web, path):
-    path.parent.mkdir()
-    path.write_bytes(b"mine")
-    with pytest.raises(
-        PrepError,
-        match=f"a.bin: its md5 is .*, expected {MD5}: remove this file to .* from {web.url}",
-    ):
-        download(f"{web.url}/data/a.bin", path, MD5)
-    assert path.read_bytes() == b"mine"
-    assert web.requests == []
-    assert list(path.parent.iterdir()) == [path]
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -225,12 +225,3 @@ def test_hostile_zips_are_refused(tmp_path, name, mode, message):
     with pytest.raises(PrepError, match=message) as error:
         zip_samples(tmp_path / "a.zip")
     assert repr(name) in str(error.value)
-
-
-def test_encrypted_zips_are_refused(tmp_path):
-    make_zip(tmp_path / "a.zip")
-    data = bytearray((tmp_path / "a.zip").read_bytes())
-    data[data.index(b"PK\1\2") + 8] |= 1
-    (tmp_path / "a.zip").write_bytes(data)
-    with pytest.raises(PrepError, match="is encrypted"):
-        zip_samples(tmp_path / "a.zip")

@@ -286,18 +286,6 @@ def test_urls_that_cannot_be_written_are_refused(url, message):
     assert "\n" not in str(caught.value)
 
 
-def test_the_missing_package_is_named():
-    program = (
-        "import sys; sys.modules['gcsfs'] = None; from data_prep.write.output import Output;"
-        " Output('gs://bucket/a').make()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.stderr.strip().endswith("to access Google Storage: pip install gcsfs")
-    assert "Refused: gs://bucket/a: " in done.stderr
-
-
 def test_missing_and_insufficient_credentials_are_reported(s3, bucket, monkeypatch):
     Output(bucket).write_json("a.json", {"a": 1})
     with s3.only("s3:ListBucket", "s3:GetObject"):

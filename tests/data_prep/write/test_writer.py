@@ -41,17 +41,6 @@ def test_workers_and_order_have_no_effect(written, tmp_path):
     ]
 
 
-def test_every_sample_occurs_once_with_its_label(written):
-    for split, num in (("train", 23), ("val", 7)):
-        opened = open_split(written, split)
-        samples = {
-            opened.key(i): (opened.read(i), int(opened.index["label"][i]))
-            for i in range(opened.num_samples)
-        }
-        assert samples == {f"{split}_{n}": (image_bytes(n), n % 3) for n in range(num)}
-        assert opened.class_names == ["a", "b", "c"]
-
-
 def test_shards_are_plain_tars(written):
     info = json.loads((written / "_info.json").read_text())
     train = info["splits"]["train"]
@@ -387,15 +376,7 @@ def test_names_in_any_encoding_are_accepted(tmp_path, capsys):
     assert sorted(split.key(i) for i in range(split.num_samples)) == ["c\ufffd", "gut"]
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([], "split 'train' has no samples"),
-        ([("a.b.jpg", 0, b"x"), ("a_b.jpg", 1, b"y")], "1 keys are not unique .*: a_b"),
-        ([("a.jpg", 3, b"x")], r"1 labels are outside \[0, 3\), the first is 3"),
-    ],
-)
-def test_invalid_catalogs_are_refused(tmp_path, samples, message):
-    with pytest.raises(PrepError, match=message):
-        write(source_of(tmp_path, {"train": samples}), tmp_path / "root")
+def test_a_split_without_samples_is_refused(tmp_path):
+    with pytest.raises(PrepError, match="split 'train' has no samples"):
+        write(source_of(tmp_path, {"train": []}), tmp_path / "root")
     assert not (tmp_path / "root").exists()

@@ -3,7 +3,6 @@ the disk."""
 
 import filecmp
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checksums import digests
+from prep_place import wait_for_end_of_group
 from small_shards import image_bytes
 
 # ---- kills and full disks ------------------------------------------------------------------------
@@ -66,10 +66,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(prepare, undisturbed, tmp_
     )
 
 
-def without_progress(stderr: str) -> list[str]:
-    return [line for line in stderr.splitlines() if not line.startswith("writing: ")]
-
-
 @pytest.mark.parametrize("num_tars", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_a_killed_command_is_continued(prepare, undisturbed, tmp_path, num_tars):
     root = tmp_path / "root"
@@ -108,83 +104,4 @@ def test_several_processes_write_the_same_files_as_one(prepare, undisturbed, tmp
     outputs = [part.communicate()[0].decode() for part in parts]
     assert [part.returncode for part in parts] == [0, 0, 0], outputs
     assert any(": complete, 10 classes" in output for output in outputs)
-    assert digests(root) == digests(undisturbed)
-
-
-def test_an_invalid_part_gives_one_line(prepare, tmp_path):
-    failed = subprocess.run(
-        [*prepare, "--out", tmp_path / "root", "--shards", "9-99"], capture_output=True, text=True
-    )
-    assert failed.returncode == 2
-    assert (
-        failed.stderr
-        == "error: --shards 9-99: expected shards between 0 and 14 (train has 12; val has 3)\n"
-    )
-    assert not (tmp_path / "root").exists()
-
-
-def wait_for_end_of_group(group: int) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        assert time.monotonic() < deadline, "workers outlived their parent"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "early"),
-    [
-        (signal.SIGINT, 130, True),
-        (signal.SIGTERM, 143, False),
-        pytest.param(signal.SIGINT, 130, False, marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, 143, True, marks=pytest.mark.full),
-    ],
-)
-def test_an_interrupted_command_ends_immediately_and_leaves_no_partial_files(
-    prepare, undisturbed, tmp_path, number, status, early
-):
-    """The signal is sent while the workers start. It goes only to the parent, like a signal from a
-    batch system, or to all processes, like Ctrl-C in a terminal."""
-    root = tmp_path / "root"
-    process = subprocess.Popen(
-        [*BEHIND_US, *prepare, "--out", root, "--workers", "2"],
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not list(root.glob("_writing.json" if early else ".*.tar.*.tmp")):
-        assert process.poll() is None, "the command finished before it could be interrupted"
-        time.sleep(0.001)
-    if early:
-        time.sleep(0.1)
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == status
-    (error,) = without_progress(errors)
-    assert error.endswith("; run the same command again to continue")
-    wait_for_end_of_group(process.pid)
-    assert not list(root.glob(".*.tar.*.tmp"))
-    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
-    assert digests(root) == digests(undisturbed)
-
-
-def test_a_full_disk_gives_one_line_and_the_command_continues(prepare, undisturbed, tmp_path):
-    root = tmp_path / "root"
-    command = " ".join(map(str, [*prepare, "--out", root, "--workers", "1"]))
-    failed = subprocess.run(
-        ["bash", "-c", f"ulimit -f 40; exec {command}"], capture_output=True, text=True
-    )
-    assert failed.returncode == 2
-    (error,) = without_progress(failed.stderr)
-    assert error.startswith("error: ")
-    assert ".tar: File too large" in error
-    assert "run the same command again to continue" in error
-    assert not list(root.glob("*.tar"))
-    assert not list(root.glob(".*.tmp"))
-    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
     assert digests(root) == digests(undisturbed)

@@ -20,7 +20,6 @@ from data_prep.write.plan import Settings
 from data_prep.write.samples import Sample
 from data_prep.write.writer import write
 from vit.data.shards.data_set import open_split
-from vit.data.shards.tar import scan_tar
 
 
 def test_skipped_images_are_tried_again_even_after_a_kill(written, tmp_path):
@@ -106,25 +105,6 @@ def test_unreadable_images_are_skipped_and_listed(tmp_path, capsys):
         f"train_{n}" for n in range(23) if n not in (3, 17)
     )
     assert json.loads((root / "_info.json").read_text())["quarantined"] == 2
-
-
-def test_too_many_unreadable_images_are_an_error_until_they_are_repaired(written, tmp_path):
-    root = tmp_path / "root"
-    strict = replace(FOUR, max_unreadable=0)
-    with pytest.raises(
-        PrepError,
-        match=(
-            r"[12] images cannot be read, more than the 0 that --max-unreadable 0"
-            r" allows[^\0]*train_"
-        ),
-    ):
-        write(damaged(tmp_path), root, strict)
-    assert not (root / "_info.json").exists()
-    for tar in root.glob("*.tar"):
-        scan_tar(tar)
-    # Run the same command after the images have been repaired.
-    write(source_of(tmp_path, small_splits()), root, strict)
-    assert digests(root) == digests(written)
 
 
 def test_images_that_are_not_rgb_jpegs_are_converted_and_counted(tmp_path, capsys):
