@@ -30,7 +30,7 @@ from vit.checkpoint.checkpoint import named_tensors
 from vit.checkpoint.saver import Saver
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
-from vit.config.schema import Config
+from vit.config.schema import CheckpointConfig, Config
 from vit.distributed.process_group import World
 from vit.loggers.record import Record
 from vit.model import create_model
@@ -107,7 +107,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
         record = Record(folder, config.log, is_main=False, total_steps=1)
-        saver = Saver(Place(folder), train_step, config_io.to_dict(config), [], 1, record)
+        kept = CheckpointConfig(keep_last=1)
+        saver = Saver(Place(folder), train_step, config_io.to_dict(config), [], kept, record)
         saver.prepare()
         saver.finish()
 

@@ -133,9 +133,9 @@ def _build(
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL
     beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
-    keep_last = config.checkpoint.keep_last
+    kept = config.checkpoint
     saved_as = config_io.to_dict(config)
-    saver = Saver(place, train_step, saved_as, data.class_names, keep_last, record, beside)
+    saver = Saver(place, train_step, saved_as, data.class_names, kept, record, beside)
     times.end("record")
     return Run(
         config=config,

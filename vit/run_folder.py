@@ -29,12 +29,12 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from vit.config.schema import Config, RunConfig
+from vit.config.schema import CheckpointConfig, Config, RunConfig
 from vit.distributed.launcher import is_main_process
 from vit.system.by_name import load
 from vit.system.files import ShardError, remove_leftovers, replacing, temporary_beside
@@ -91,6 +91,13 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
         if complete or folders == before:
             return complete
         before = folders
+
+
+def surplus_checkpoints(names: Sequence[str], settings: CheckpointConfig) -> list[str]:
+    """Return those of `names`, newest first, that neither `keep_last` nor `keep_every` keeps."""
+    every = (settings.keep_every or 0) * settings.every_steps
+    older = names[settings.keep_last :]
+    return [name for name in older if not every or int(name.removeprefix("step_")) % every]
 
 
 def newest_run(argument: str, *names: str) -> Path:

@@ -13,6 +13,8 @@ import torch
 
 from vit.checkpoint.checkpoint import checkpoint_folder, newest_checkpoint, write_checkpoint
 from vit.checkpoint.state import RunState
+from vit.config.schema import CheckpointConfig
+from vit.run_folder import complete_checkpoints
 from vit.weights.files import read_weights
 
 
@@ -57,7 +59,14 @@ def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path
 
     def save(step: int) -> None:
         state = {"step": step, "facts": {}}
-        write_checkpoint(tmp_path, {"model.step": torch.tensor(step)}, state, {}, 1, 2)
+        write_checkpoint(
+            tmp_path,
+            {"model.step": torch.tensor(step)},
+            state,
+            {},
+            1,
+            CheckpointConfig(keep_last=2),
+        )
 
     save(1)
     half = checkpoint_folder(tmp_path, 3)
@@ -76,7 +85,9 @@ def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
 
     def save(step: int) -> None:
         tensors = {"model.step": torch.tensor(step)}
-        write_checkpoint(tmp_path, tensors, {"step": step, "facts": facts}, {}, 1, 1)
+        write_checkpoint(
+            tmp_path, tensors, {"step": step, "facts": facts}, {}, 1, CheckpointConfig(keep_last=1)
+        )
 
     save(1)
     child = os.fork()
@@ -93,3 +104,16 @@ def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert steps == sorted(steps)
+
+
+def test_one_checkpoint_in_every_so_many_is_kept(tmp_path):
+    """With steps of 10 and `keep_every=3`, steps 30, 60 and so on are kept beside the newest. The
+    stop at step 47 is kept only while it is one of the newest."""
+    kept = CheckpointConfig(every_steps=10, keep_last=2, keep_every=3)
+    for step in (10, 20, 30, 40, 47, 50, 60, 70, 80):
+        write_checkpoint(tmp_path, {"model.a": torch.ones(1)}, {"step": step}, {}, 1, kept)
+        if step == 60:
+            names = [path.name for path in complete_checkpoints(tmp_path)]
+            assert names == ["step_00000060", "step_00000050", "step_00000030"]
+    names = [path.name for path in complete_checkpoints(tmp_path)]
+    assert names == [f"step_{step:08d}" for step in (80, 70, 60, 30)]

@@ -26,6 +26,7 @@ from vit.checkpoint.checkpoint import (
 )
 from vit.checkpoint.state import RunState
 from vit.config.io import from_dict
+from vit.config.schema import CheckpointConfig
 from vit.run_folder import SEAL, RunLock, weights_file
 from vit.system.files import WeightsError
 from vit.weights.files import LoadedWeights, read_weights
@@ -56,7 +57,9 @@ def pristine(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pristine")
     for step in (BEFORE, NEWEST):
         state = asdict(RunState(step=step, best_top1=10.0 * step, facts=FACTS))
-        write_checkpoint(folder, tensors(step), state, {"model": {"depth": 2}}, 1, 2)
+        write_checkpoint(
+            folder, tensors(step), state, {"model": {"depth": 2}}, 1, CheckpointConfig(keep_last=2)
+        )
     described = {
         **{key: json.dumps(value) for key, value in FACTS.items()},
         **{"config": "{}", "step": str(NEWEST), "averaged": "false"},

@@ -6,13 +6,15 @@ import shutil
 
 import pytest
 import torch
-from processes import TINY, metrics
+from processes import TINY, Background, metrics
+from processes import train as train_elsewhere
 from torch import Tensor
 
 from vit.config.io import load_config
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.loggers.lines import read_metrics
+from vit.run_folder import complete_checkpoints
 from vit.train import train
 from vit.weights.files import read_weights
 
@@ -80,3 +82,16 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
         "from step 6, which the run has not" if present == "discarded" else "missing or damaged"
     )
     assert f"best.safetensors is {reason}" in messages
+
+
+@pytest.mark.slow
+def test_keep_every_keeps_its_checkpoints_after_kills(config, tmp_path):
+    folder = tmp_path / "run"
+    often = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "checkpoint.keep_every=4")
+    for step in (5, 9):
+        killed = Background(config, folder, *often)
+        killed.wait_for_checkpoint(step)
+        killed.kill_all()
+    train_elsewhere(config, folder, *often, ranks=2)
+    names = [path.name for path in complete_checkpoints(folder)]
+    assert names == ["step_00000012", "step_00000008", "step_00000004"]

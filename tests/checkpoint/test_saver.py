@@ -27,6 +27,7 @@ import vit.train
 from vit.checkpoint.checkpoint import CheckpointError, newest_checkpoint
 from vit.checkpoint.saver import Saver
 from vit.config import io as config_io
+from vit.config.schema import CheckpointConfig
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.run import Run
@@ -104,7 +105,14 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 def save_all(run: Run) -> None:
     """Save a checkpoint and an evaluation at each step from 1 to STEPS."""
-    saver = Saver(run.place, run.train_step, config_io.to_dict(run.config), [], 1, run.record)
+    saver = Saver(
+        run.place,
+        run.train_step,
+        config_io.to_dict(run.config),
+        [],
+        CheckpointConfig(keep_last=1),
+        run.record,
+    )
     saver.prepare()
     for step in range(1, STEPS + 1):
         fill(run, step)
@@ -233,7 +241,7 @@ def test_the_next_save_removes_a_partly_removed_checkpoint(tmp_path, config):
     assert os.WTERMSIG(in_a_fork(save_until_killed)) == signal.SIGKILL
     assert_whole(run.folder)
     fill(run, 9)
-    saver = Saver(run.place, run.train_step, {}, [], 1, run.record)
+    saver = Saver(run.place, run.train_step, {}, [], CheckpointConfig(keep_last=1), run.record)
     saver.prepare()
     saver.save(run.state, True)
     saver.finish()

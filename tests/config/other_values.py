@@ -211,6 +211,7 @@ VALUES: dict[str, Any] = {
     "eval.reference": "demo",
     "checkpoint.every_steps": 3,
     "checkpoint.keep_last": 3,
+    "checkpoint.keep_every": 2,
     "init.checkpoint": "{trained}",
     "init.reset_head": True,
     "init.select_classes": True,

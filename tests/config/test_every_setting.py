@@ -201,7 +201,9 @@ def built(config: Config) -> dict[str, str]:
             "batches": digest(run.batches),
             "evaluators": digest(run.evaluators),
             "step": digest(run.train_step),
-            "saver": digest(of_hook(run, "SamplesHook", "saved"), vars(run.saver)["_keep_last"]),
+            "saver": digest(
+                of_hook(run, "SamplesHook", "saved"), vars(run.saver)["_kept"].model_dump()
+            ),
             "guard": " ".join(judged(config, run.record)),
         }
         if config.stream.urls is None:

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OWN = {
+    "audit": ("launch/audit.py", "docs/audit.md"),
     "export": ("launch/export.py",),
     "planner": (
         *("launch/bench.py", "launch/plan.py"),

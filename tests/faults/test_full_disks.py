@@ -37,7 +37,7 @@ from data_prep.read.archives import inflate_tar
 from vit.checkpoint.checkpoint import checkpoint_folder, update_info, write_checkpoint
 from vit.checkpoint.state import RunState
 from vit.config.io import from_dict
-from vit.config.schema import LogConfig
+from vit.config.schema import CheckpointConfig, LogConfig
 from vit.distributed.exit import problem_of
 from vit.distributed.outcome import OUTCOME_VARIABLE, read_outcome, tell_outcome
 from vit.distributed.process_group import World
@@ -104,7 +104,9 @@ def losses(folder: Path) -> None:
 
 def checkpoint(folder: Path) -> None:
     state = asdict(RunState(step=3, facts=FACTS))
-    write_checkpoint(folder, {"model.a": torch.zeros(9000)}, state, {"a": {}}, 1, 2)
+    write_checkpoint(
+        folder, {"model.a": torch.zeros(9000)}, state, {"a": {}}, 1, CheckpointConfig(keep_last=2)
+    )
 
 
 def note_rewind(folder: Path) -> None:

@@ -44,6 +44,7 @@ ROOMS = (
     "vit.inference",
     "vit.finetune",
     "vit.extras.compose",
+    "vit.extras.audit",
     "vit.extras.stream",
     "vit.extras.remote_runs",
     "vit.extras.export",

@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.checkpoint.state import RunState
+from vit.config.schema import CheckpointConfig
 from vit.run_folder import (
     CHECKPOINTS,
     INFO_FILE,
@@ -49,6 +50,7 @@ from vit.run_folder import (
     reading,
     remove_unfinished,
     sealed,
+    surplus_checkpoints,
 )
 from vit.step import TrainStep
 from vit.system.files import WeightsError, flush, remove_leftovers, replacing
@@ -107,10 +109,10 @@ def write_checkpoint(
     state: dict[str, Any],
     config: dict[str, Any],
     world_size: int,
-    keep_last: int,
+    kept: CheckpointConfig,
 ) -> tuple[Path, str]:
-    """Write `step_<n>`, remove all but the newest `keep_last` checkpoints, and return the folder
-    and the sha256 of its tensors.
+    """Write `step_<n>`, remove the checkpoints that `kept` does not keep, and return the folder and
+    the sha256 of its tensors.
 
     tensors: keyed by names in the file. state: the fields of `RunState`. Raises CheckpointError if
     the folder cannot be written. The previous checkpoint is then unchanged.
@@ -123,8 +125,9 @@ def write_checkpoint(
             info = update_info(folder, state)
         else:
             info = _write(folder, tensors, state, config, world_size)
-            for old in complete_checkpoints(run_dir)[keep_last:]:
-                _remove(old)
+            names = [path.name for path in complete_checkpoints(run_dir)]
+            for name in surplus_checkpoints(names, kept):
+                _remove(folder.with_name(name))
     except (OSError, WeightsError) as error:
         shutil.rmtree(_hidden(folder), ignore_errors=True)
         if isinstance(error, WeightsError):

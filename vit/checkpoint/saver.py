@@ -29,6 +29,7 @@ from vit.checkpoint.checkpoint import check_room, checkpoint_folder, named_tenso
 from vit.checkpoint.snapshot import Snapshot
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
+from vit.config.schema import CheckpointConfig
 from vit.loggers.record import Record
 from vit.run_folder import TIMM_CONFIG_FILE, Place, weights_file
 from vit.step import TrainStep
@@ -54,7 +55,8 @@ class Saver:
     """Writes checkpoints and weights of a run on rank 0. All ranks must make the same calls.
 
     config: the result of `config_io.to_dict`. class_names: the class names of the training data.
-    record: receives a line for each complete checkpoint. beside: other data to write at each save.
+    kept: the checkpoints to keep. record: receives a line for each complete checkpoint. beside:
+    other data to write at each save.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Saver:
         train_step: TrainStep,
         config: dict[str, Any],
         class_names: list[str],
-        keep_last: int,
+        kept: CheckpointConfig,
         record: Record,
         beside: Sequence[SavedBeside] = (),
     ):
@@ -74,7 +76,7 @@ class Saver:
         self._world = train_step.world
         self._config = config
         self._class_names = class_names
-        self._keep_last = keep_last
+        self._kept = kept
         self._record = record
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -203,7 +205,7 @@ class Saver:
             state,
             self._config,
             world_size=self._world.size,
-            keep_last=self._keep_last,
+            kept=self._kept,
         )
         values = {
             "folder": folder.name,

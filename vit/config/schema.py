@@ -521,6 +521,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints to keep; an older one is removed only after the newer is complete."""
+    keep_every: Positive | None = None
+    """Also keep each checkpoint whose step is a multiple of `keep_every` times `every_steps`: with
+    10 and 1000, those of steps 10,000, 20,000 and so on. `None`: only the newest."""
 
 
 class InitConfig(Section):

@@ -270,6 +270,7 @@ class Monitor:
             step,
             epoch=epoch,
             loss=loss,
+            losses=losses,
             lr=lr,
             **({} if weight_decay is None else {"weight_decay": weight_decay}),
             **({"image_size": height if height == width else [height, width]} if size else {}),

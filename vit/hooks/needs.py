@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vit.config.schema import Config, LoaderConfig
+from vit.config.schema import CheckpointConfig, Config, LoaderConfig
 from vit.data.batches import BatchLayout
 from vit.data.slots import EVAL_READY_BATCHES, Ring, plan_ring
 from vit.hooks.sample_losses import folder_bytes
@@ -128,14 +128,22 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
     # Streamed samples have no index, so per-sample losses are not saved.
     keeps_losses = config.log.sample_losses if config.stream.urls is None else 0
+    # The checkpoint before the first step is one of `keep_every`.
+    keeps_start = config.checkpoint.keep_every is not None and config.guard.rewinds()
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # "best" needs an evaluation
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
-        # A new checkpoint is written before the oldest is removed.
-        num_checkpoints=min(config.checkpoint.keep_last + 1, num_saves),
+        num_checkpoints=_num_checkpoints(config.checkpoint, num_saves) + keeps_start,
         weights_bytes=num_names * copies * weights_bytes,
         samples_bytes=folder_bytes(plan, keeps_losses),
     )
+
+
+def _num_checkpoints(settings: CheckpointConfig, num_saves: int) -> int:
+    """Return the largest number of checkpoints that exist together, including the one that is being
+    written, because the oldest is removed afterwards."""
+    newest = min(settings.keep_last + 1, num_saves)
+    return newest + (num_saves - newest) // (settings.keep_every or num_saves)
 
 
 def _file_bytes(tensors: list[int]) -> int:

@@ -19,6 +19,7 @@ from vit.data.order import rows_sha256
 from vit.data.overlap import count_equal
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet, content_sha256
+from vit.distributed.exact.leaves import kernels_of
 from vit.distributed.process_group import World
 from vit.hooks.start_lines import start_lines
 from vit.loggers.record import Record, provenance
@@ -85,6 +86,7 @@ def start_record(
         device=str(world.device),
         compiled=config.train.compile and not (train_step.why_eager or state.is_over(data.plan)),
         **made_by,
+        kernels=kernels_of(world.device),
         exact=data.batches.exact,
         plan=asdict(data.plan),
         shuffle=None if shuffle is None else asdict(shuffle),

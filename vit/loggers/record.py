@@ -8,6 +8,7 @@ offline or hangs, the run continues and writes the same file. A resumed run appe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -237,12 +238,14 @@ class Record:
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with None instead of non-finite numbers, even inside a dict.
+    """Return `value` with None instead of non-finite numbers, even inside a dict or a list.
 
     JSON has no infinity, so readers in other languages would reject the line.
     """
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value if is_finite else None
 
@@ -256,7 +259,7 @@ def _open_to_append(path: Path) -> TextIO:
 
 
 def provenance() -> dict[str, str]:
-    """Return the command, git commit, versions and host of a run."""
+    """Return the command, git commit, hash of the code, versions and host of a run."""
     try:
         git = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
@@ -274,10 +277,22 @@ def provenance() -> dict[str, str]:
     return {
         "command": shown(" ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
         "git": git.strip() or "not a git checkout",
+        "code": code_sha256(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "host": host,
     }
+
+
+def code_sha256() -> str:
+    """Return a short hash of the Python files that compute a step: all of `vit` but the extras."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] not in ("extras", "launch"):
+            digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class StartTimes:

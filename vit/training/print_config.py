@@ -98,6 +98,8 @@ def describe(
         derived["image_sizes"] = f"{form.sizes_text()}: {', '.join(of_sizes)} GFLOP"
     held = "weights, optimizer" + (", EMA" if is_averaged else "")
     retention = f"{config.checkpoint.keep_last} are kept, plus one while it is written"
+    if config.checkpoint.keep_every is not None:
+        retention += f", and each of a multiple of {config.checkpoint.keep_every} saves"
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {retention}"
     derived |= _working_copy(config.run)
     derived["parameters_gib"] = (

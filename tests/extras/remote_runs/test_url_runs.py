@@ -463,6 +463,19 @@ def test_a_working_copy_whose_list_of_files_is_damaged_can_be_used(tmp_path, con
     assert json.loads(listed.read_text())["url"] == url
 
 
+def test_the_url_keeps_the_checkpoints_of_keep_every(tmp_path, config):
+    """The second machine has only the newest checkpoint, and must not remove the others."""
+    url = f"file://{tmp_path / 'bucket'}"
+    keep = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3")
+    train_here(config, url, tmp_path / "one", *keep, "train.steps=5")
+    shutil.rmtree(tmp_path / "one")
+    more = ("train.steps=8", "--allow-change", "train.steps")
+    train_here(config, url, tmp_path / "two", *keep, *more)
+    files = (tmp_path / "bucket" / "checkpoints").glob("step_*/*")
+    names = sorted({path.parent.name for path in files})
+    assert names == ["step_00000003", "step_00000006", "step_00000008"]
+
+
 # --- the order of writes --------------------------------------------------------------------------
 
 

@@ -35,21 +35,13 @@ def same_kernels(world: World) -> str:
     Raises ValueError if OMP_NUM_THREADS is not a number, and on each rank whose description differs
     from rank 0's.
     """
-    version = f"torch {torch.__version__}"
-    if world.device.type == "cuda":
-        own = f"{version} on {torch.cuda.get_device_name(world.device)}"
-    else:
+    if world.device.type != "cuda":
         # A matrix product is split over threads, so its bits depend on the number of threads.
         # torchrun starts each rank with one thread, but a process without torchrun would use all
         # cores.
         with world.fail_together():
             torch.set_num_threads(_num_threads())
-        capability = torch.backends.cpu.get_cpu_capability()
-        threads = f"{torch.get_num_threads()} thread(s)"
-        # BLAS libraries choose kernels by CPU vendor and cache size.
-        own = f"{version} on {cpu_name()} with {capability}, {threads}"
-        limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
-        own = ", ".join([own, *limits])
+    own = kernels_of(world.device)
     expected = world.broadcast_from_main(lambda: own)
     with world.fail_together():
         if own != expected:
@@ -58,6 +50,19 @@ def same_kernels(world: World) -> str:
                 f" computes with {expected}: use identical hosts with the same OMP_NUM_THREADS"
             )
     return own
+
+
+def kernels_of(device: torch.device) -> str:
+    """Describe everything on this host that affects the bits of a sum on `device`."""
+    version = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        return f"{version} on {torch.cuda.get_device_name(device)}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = f"{torch.get_num_threads()} thread(s)"
+    # BLAS libraries choose kernels by CPU vendor and cache size.
+    own = f"{version} on {cpu_name()} with {capability}, {threads}"
+    limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
+    return ", ".join([own, *limits])
 
 
 def check_leaves(model: nn.Module) -> None:

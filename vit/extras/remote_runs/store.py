@@ -6,7 +6,7 @@ The files at the URL are always complete, and any machine can resume from them:
                that the working copy lacks; upload the `start` line of metrics.jsonl
     each save  in the saver's thread, when the local files are complete, upload
                weights, losses, ... -> lines of metrics -> tensors -> checkpoint.json -> `latest`
-               -> remove the checkpoints that `checkpoint.keep_last` removed locally
+               -> remove the checkpoints that `checkpoint.keep_last` and `keep_every` do not keep
     end        upload the last changes and the report; release the lease
 
 `checkpoint.json` is uploaded after all other files of a checkpoint. Therefore, the newest
@@ -61,6 +61,7 @@ from vit.run_folder import (
     RunLock,
     complete_checkpoints,
     local_folder,
+    surplus_checkpoints,
 )
 from vit.system.files import replacing
 
@@ -260,7 +261,8 @@ class RunStore(Place):
         if checkpoints and self._latest != checkpoints[0].name:
             self._store.write(LATEST_FILE, f"{checkpoints[0].name}\n".encode(), in_use=True)
             self._latest = checkpoints[0].name
-        remaining = complete_in(self._remote)[: self._config.checkpoint.keep_last]
+        complete = complete_in(self._remote)
+        remaining = set(complete) - {*surplus_checkpoints(complete, self._config.checkpoint)}
         for name, files in checkpoints_in(self._remote).items():
             if name not in remaining:
                 # checkpoint.json is removed first, because a partly removed checkpoint must not

@@ -5,6 +5,7 @@
         storage      shards, reading rate, the run's folder
         collectives  each collective, pairs of ranks
         trial        plan, data, steps at full size, an evaluation batch, a checkpoint
+        repeat       the same step several times on each rank (vit.extras.audit)
     -> one table on rank 0 (vit/extras/planner/check/findings.py)
 
 `trial` includes the checks of `vit.hooks.preflight`, which every run performs when it starts.
@@ -14,9 +15,10 @@ Single-host checks come first, so their results are printed even if ranks cannot
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -24,13 +26,22 @@ from vit.config.schema import Config
 from vit.distributed.exit import Interrupted, StopSignals
 from vit.distributed.process_group import AlreadyReported, World
 from vit.extras.planner.check import collectives, machine, save_trial, storage
-from vit.extras.planner.check.findings import Verdict, judge_main, print_table, summary
+from vit.extras.planner.check.findings import (
+    Finding,
+    Verdict,
+    few,
+    judge_main,
+    print_table,
+    summary,
+)
 from vit.extras.planner.check.stages import CheckStage, CheckStages
 from vit.extras.planner.check.trial import Trial
 from vit.system.by_name import load
 from vit.system.meter import Meter
 from vit.system.urls import is_url
 
+REPEATS = 3
+"""The number of times that each rank repeats a step, to compare the bits."""
 STEP_TIMES = 3.0
 """The time limit of the first steps is multiplied by this factor, because these steps compile the
 model."""
@@ -161,7 +172,33 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
             is_joint=True,
             needs=("step", "run folder"),
         ),
+        *_self_test(config, world),
     ]
+
+
+def _self_test(config: Config, world: World) -> list[CheckStage]:
+    """Return the check that repeats a step, if the extra that does this is installed."""
+    try:
+        test = load("vit.extras.audit.self_test:self_test", "--check")
+        differing = load("vit.extras.audit.self_test:differing", "--check")
+    except ValueError:
+        return []
+    # Other runs on GPUs use kernels that may add in any order.
+    is_exact = config.train.deterministic or config.train.exact_over_ranks
+    is_sure = is_exact or world.device.type == "cpu"
+    verdict = Verdict.FAIL if is_sure else Verdict.NOTE
+
+    def judge(answers: dict[int, Any]) -> Iterator[Finding]:
+        texts = [text for _, text in differing(list(answers.values()), world.hosts)]
+        remedy = "the host may be faulty: test it with launch/audit.py --repeat 100, or exclude it"
+        good = f"the same step {REPEATS} times on each rank gave the same bits"
+        yield Finding(
+            "repeat",
+            verdict if texts else Verdict.OK,
+            "\n".join([*few(texts), remedy]) if texts else good,
+        )
+
+    return [CheckStage("repeat", partial(test, None, world, REPEATS), judge, is_joint=True)]
 
 
 def _print(config: Config, world: World, parts: CheckStages, began_s: float) -> None:

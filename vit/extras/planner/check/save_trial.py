@@ -15,6 +15,7 @@ from vit.checkpoint.resume import check_belongs
 from vit.checkpoint.snapshot import Snapshot
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
+from vit.config.schema import CheckpointConfig
 from vit.extras.planner.check.collectives import rate_text
 from vit.extras.planner.check.findings import Finding, Verdict
 from vit.extras.planner.check.storage import passing_folder
@@ -95,7 +96,7 @@ def _write(trial: Trial, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
         state = RunState(facts={**trial.facts, "grid_size": grid_size(trial.step.model)})
         settings = config_io.to_dict(trial.config)
         folder, _ = checkpoints.write_checkpoint(
-            place, snapshot.tensors, asdict(state), settings, trial.world.size, keep_last=1
+            place, snapshot.tensors, asdict(state), settings, trial.world.size, CheckpointConfig()
         )
     finally:
         snapshot.close()
