@@ -16,7 +16,7 @@ RANKS ?=
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs clean
+.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs release clean
 
 install: $(INSTALLED)
 
@@ -79,6 +79,10 @@ docs: $(DOCS_INSTALLED)
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(PIP) -e .[docs]
 	@touch $@
+
+# Builds wheel, sdist, site and the demo's weights in build/release/VERSION, and tags the commit: make release VERSION=0.2.0. Publishes nothing.
+release: $(TESTS_INSTALLED) $(DOCS_INSTALLED)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash .github/release.sh "$(VERSION)"
 
 $(INSTALLED): requirements.txt pyproject.toml setup.py $(wildcard vit/data/decode/c/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found: install it, or name it with make PYTHON=/path/to/python3"; exit 2; }
