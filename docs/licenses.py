@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "licenses.md"
 HEAD = """# Licences of the dependencies
 
 vitline has the [MIT licence](../LICENSE), and its wheels contain none of these packages.
-The table lists all packages of [requirements.lock](../deploy/requirements.lock) for Linux.
+The table lists all packages of `deploy/requirements.lock` for Linux.
 These include the optional groups of `pyproject.toml`.
 The licences are quoted from the metadata of the packages.
 `cuda-toolkit` and `nvidia-...` are not open source.
