@@ -25,7 +25,7 @@ awk -v start="## $version," '/^## / { on = index($0, start) == 1 } on' docs/chan
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) && export SOURCE_DATE_EPOCH
 python -m build --no-isolation --outdir "$out/built" . >"$out/build.log" 2>&1 ||
   { tail -n 20 "$out/build.log" >&2; refuse "the package was not built: see $out/build.log"; }
-python -m zipfile --list "$out"/built/*.whl | grep -q '^vit/_native\.' ||
+python -m zipfile --list "$out"/built/*.whl | grep '^vit/_native\.' >/dev/null ||
   refuse "the wheel lacks the C decoder: install a C compiler (apt-get install build-essential)"
 if [[ $(uname) == Linux ]]; then  # names the oldest glibc that the wheel runs with
   auditwheel repair --wheel-dir "$out" "$out"/built/*.whl >>"$out/build.log" 2>&1 ||
