@@ -16,7 +16,7 @@ RANKS ?=
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs clean
+.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs release clean
 
 install: $(INSTALLED)
 
@@ -52,9 +52,10 @@ fuzz: $(TESTS_INSTALLED)
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check/check.py
 
-# Writes deploy/requirements.lock, which lists all packages of all extras with file hashes, for `pip install --require-hashes`.
+# Writes deploy/requirements.lock, which lists all packages of all extras with file hashes, for `pip install --require-hashes`, and their licences to docs/licenses.md.
 lock: $(LOCK_INSTALLED)
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command "make lock" --quiet -o deploy/requirements.lock
+	$(BIN)/python docs/licenses.py
 
 # Lists known vulnerabilities of the locked packages. Needs PyPI's own service, because mirrors lack the data.
 audit: $(LOCK_INSTALLED)
@@ -78,6 +79,10 @@ docs: $(DOCS_INSTALLED)
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(PIP) -e .[docs]
 	@touch $@
+
+# Builds wheel, sdist, site and the demo's weights in build/release/VERSION, and tags the commit: make release VERSION=0.2.0. Publishes nothing.
+release: $(TESTS_INSTALLED) $(DOCS_INSTALLED)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash .github/release.sh "$(VERSION)"
 
 $(INSTALLED): requirements.txt pyproject.toml setup.py $(wildcard vit/data/decode/c/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found: install it, or name it with make PYTHON=/path/to/python3"; exit 2; }

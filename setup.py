@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -9,6 +10,9 @@ from setuptools.command.build_py import build_py
 
 FILES = sorted(Path("vit/data/decode/c").glob("*.[ch]"))
 STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
+# The C code calls nothing of Python, so one wheel per platform serves every Python from 3.11 on.
+# Only Pythons without a GIL lack the stable ABI, and get a wheel of their own.
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 NATIVE = Extension(
     "vit._native",
     sources=[str(path) for path in FILES if path.suffix == ".c"],
@@ -19,6 +23,7 @@ NATIVE = Extension(
     # has no signed overflow: tests/native/fuzz.py would fail on one.
     extra_compile_args=["-O3", "-g0", "-fno-wrapv"],
     optional=True,
+    py_limited_api=STABLE_ABI,
 )
 
 
@@ -48,6 +53,9 @@ class BuildWithCommands(build_py):
 setup(
     ext_modules=[NATIVE],
     cmdclass={"build_py": BuildWithCommands},
-    # Always build, because a checkout of older files has older modification dates.
-    options={"build_ext": {"force": True}},
+    options={
+        # Always build, because a checkout of older files has older modification dates.
+        "build_ext": {"force": True},
+        "bdist_wheel": {"py_limited_api": "cp311" if STABLE_ABI else False},
+    },
 )

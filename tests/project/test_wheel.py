@@ -79,6 +79,20 @@ def test_contains_the_compiled_c_library(place):
     code = "from vit.data.decode import native; print(native.__file__, native.AVAILABLE)"
     done = call([sys.executable, "-c", code], installed(place), place)
     assert done.stdout.split() == [str(place / "site/vit/data/decode/native.py"), "True"]
+    [library] = (place / "site" / "vit").glob("_native*")
+    assert library.name == "_native.abi3.so"
+    assert not list((place / "site").rglob("*.[ch]"))
+
+
+def test_without_a_compiler_it_names_a_remedy_that_works_outside_of_a_checkout(place, tmp_path):
+    site = shutil.copytree(place / "site", tmp_path / "site")
+    for library in (site / "vit").glob("_native*"):
+        library.unlink()
+    code = "from vit.data.decode import native; print(native.UNAVAILABLE_REASON)"
+    env = {**environment(), "PYTHONPATH": str(site)}
+    done = call([sys.executable, "-c", code], env, tmp_path)
+    assert "the C decoder was not built; install a C compiler" in done.stdout, done.stderr
+    assert done.stdout.endswith("--no-cache-dir VITLINE.tar.gz (or a wheel)\n")
 
 
 @pytest.mark.full

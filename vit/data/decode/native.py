@@ -29,9 +29,16 @@ vit/data/decode/c/window.c."""
 PACKAGE = Path(__file__).parents[2]
 SOURCES = Path(__file__).parent / "c"
 """The folder with the C files, which exists only in a checkout."""
+INSTALL = (
+    "pip install -e ."
+    if SOURCES.is_dir()
+    # pip would otherwise reuse the wheel that it built without a compiler
+    else "pip install --force-reinstall --no-deps --no-cache-dir VITLINE.tar.gz (or a wheel)"
+)
+"""The command that builds or replaces the library of this package."""
 NOT_BUILT = (
     "the C decoder was not built; install a C compiler (Debian, Ubuntu: apt-get install"
-    " build-essential), then pip install -e ."
+    f" build-essential), then {INSTALL}"
 )
 
 
@@ -73,7 +80,7 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     files must match, because a checkout may be updated without a new build. The pixels of a small
     JPEG must be correct. Raises UnusableLibrary.
     """
-    again = "build it again: pip install -e ."
+    again = f"build it again: {INSTALL}"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -142,7 +149,9 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
-    for suffix in EXTENSION_SUFFIXES:
+    # In reverse, the library for all Pythons comes before one for this Python, which a checkout may
+    # still hold from an older version.
+    for suffix in reversed(EXTENSION_SUFFIXES):
         path = PACKAGE / f"_native{suffix}"
         if path.exists():
             try:
