@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vit.config import io as config_io
-from vit.config.schema import Config, OptimConfig, RunConfig
+from vit.config.schema import CheckpointConfig, Config, OptimConfig, RunConfig
 from vit.data.batches import NOT_EXACT
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
@@ -97,10 +97,7 @@ def describe(
         of_sizes = [f"{flops_per_image(model, image_size=size) / 1e9:.2f}" for size in form.sizes]
         derived["image_sizes"] = f"{form.sizes_text()}: {', '.join(of_sizes)} GFLOP"
     held = "weights, optimizer" + (", EMA" if is_averaged else "")
-    retention = f"{config.checkpoint.keep_last} are kept, plus one while it is written"
-    if config.checkpoint.keep_every is not None:
-        retention += f", and each of a multiple of {config.checkpoint.keep_every} saves"
-    derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {retention}"
+    derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {_retention(config.checkpoint)}"
     derived |= _working_copy(config.run)
     derived["parameters_gib"] = (
         f"{(state + gradients) / 2**30:.2f} on each rank (the content of a checkpoint, and"
@@ -121,6 +118,13 @@ def _groups_in_words(model: nn.Module, optim: OptimConfig) -> str:
         return f"{len(groups)}"
     rates = f"{optim.lr * slowest:.3g} to {optim.lr:g}"
     return f"{len(groups)}, peak learning rates {rates}"
+
+
+def _retention(settings: CheckpointConfig) -> str:
+    """Return which checkpoints are kept."""
+    every = settings.every_steps * (settings.keep_every or 0)
+    more = f", and those of each multiple of {every:,} steps" if every else ""
+    return f"{settings.keep_last} are kept, plus one while it is written{more}"
 
 
 def _working_copy(run: RunConfig) -> dict[str, object]:
