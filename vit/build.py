@@ -116,8 +116,7 @@ def _build(
     evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
     times.end("model")
 
-    # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint's values into these
-    # tensors.
+    # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint's values into them.
     state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if newest is not None:
         folder, info = newest
@@ -133,9 +132,8 @@ def _build(
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL
     beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
-    kept = config.checkpoint
     saved_as = config_io.to_dict(config)
-    saver = Saver(place, train_step, saved_as, data.class_names, kept, record, beside)
+    saver = Saver(place, train_step, saved_as, data.class_names, config.checkpoint, record, beside)
     times.end("record")
     return Run(
         config=config,
