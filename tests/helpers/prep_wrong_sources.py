@@ -730,10 +730,10 @@ OF_PARQUET = {
             train=lacking("", **{"class": 2})
         ),
         "--label-column lable: ": parquets("--label-column", "lable", train=rows(6)),
-        "expected label (with bytes and path) and label": parquets(
+        r"expected label \(with bytes and path\) and label": parquets(
             "--image-column", "label", train=rows(6)
         ),
-        "test.parquet: the columns are image; expected image (with bytes and path) and label": (
+        r"test.parquet: the columns are image; expected image \(with bytes and path\) and label": (
             parquets(train=rows(6), test=lacking("label"))
         ),
         r"no training files: add train-\*.parquet": parquets(test=rows(6)),

@@ -205,10 +205,12 @@ class AugmentedBatches(Batches):
         rows: range | None = None,
         on_bad_image: str = "error",
         num_batches: int | None = None,
+        changes: Changes = NO_CHANGES,
     ):
         """rows: this rank's rows of the global batch; None: all.
 
-        num_batches: length of the run, so that no batches after its end are read ahead.
+        num_batches: length of the run, so that no batches after its end are read ahead. changes:
+        the excluded and relabeled samples, which keep their places.
         """
         rows = range(order.global_batch_size) if rows is None else rows
         self.split = split
@@ -218,6 +220,7 @@ class AugmentedBatches(Batches):
         self.first_row = rows.start
         self.on_bad_image = on_bad_image
         self.num_batches = num_batches
+        self.changes = changes
         self._num_columns = table_layout(augment).width
         self.layout = BatchLayout(len(rows), image_format.largest, self._num_columns)
         # Rows to be mixed with each other must be in the same part, because a worker mixes only
@@ -327,14 +330,7 @@ class FromShards:
 
 
 class TrainBatches(FromShards, AugmentedBatches):
-    """This rank's rows of each training batch, read from shards with an index.
-
-    changes: the excluded and relabeled samples, which keep their places.
-    """
-
-    def __init__(self, *arguments: Any, changes: Changes = NO_CHANGES, **options: Any):
-        super().__init__(*arguments, **options)
-        self.changes = changes
+    """This rank's rows of each training batch, read from shards with an index."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """See `Batches.fill`. `first` and the number of rows must be multiples of `row_unit`."""

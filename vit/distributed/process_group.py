@@ -36,6 +36,7 @@ from vit.distributed.launcher import (
 )
 from vit.distributed.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, bind_near, choose_device, find_devices, gpu_addresses
+from vit.system.host import cpu_name
 
 __all__ = [
     "AlreadyReported",
@@ -43,6 +44,7 @@ __all__ = [
     "World",
     "is_main_process",
     "join_world",
+    "kernels_of",
     "local_world_size",
     "make_deterministic",
     "no_sync",
@@ -53,6 +55,8 @@ __all__ = [
 REDUCED_AT_ONCE = 25 * 2**20
 """The gradient bytes that DDP reduces in a single all-reduce (torch's default)."""
 _joined: World | None = None
+KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+"""Environment variables that restrict the CPU instructions of oneDNN and MKL."""
 
 
 def announce_end(message: str) -> None:
@@ -270,3 +274,16 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() / 2**30
     per_gib = 2**30 if sys.platform == "darwin" else 2**20  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / per_gib
+
+
+def kernels_of(device: torch.device) -> str:
+    """Describe everything on this host that affects the bits of a sum on `device`."""
+    version = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        return f"{version} on {torch.cuda.get_device_name(device)}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = f"{torch.get_num_threads()} thread(s)"
+    # BLAS libraries choose kernels by CPU vendor and cache size.
+    own = f"{version} on {cpu_name()} with {capability}, {threads}"
+    limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
+    return ", ".join([own, *limits])

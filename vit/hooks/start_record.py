@@ -19,8 +19,7 @@ from vit.data.order import rows_sha256
 from vit.data.overlap import count_equal
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet, content_sha256
-from vit.distributed.exact.leaves import kernels_of
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, kernels_of
 from vit.hooks.start_lines import start_lines
 from vit.loggers.record import Record, provenance
 from vit.run_folder import CONFIG_FILE, RunLock, mount_note

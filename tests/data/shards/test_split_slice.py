@@ -111,7 +111,7 @@ def test_samples_of_a_part_may_be_excluded(shards, tmp_path):
     path = tmp_path / "bad.txt"
     path.write_text("\n".join(part.key(i) for i in excluded))
     chosen = choose(part, Selection(exclude=str(path)))
-    assert chosen.numbers.tolist() == [i for i in range(48) if i not in excluded]
+    assert chosen.used.tolist() == [i for i in range(48) if i not in excluded]
 
 
 @pytest.mark.parametrize(

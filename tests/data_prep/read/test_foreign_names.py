@@ -96,7 +96,7 @@ def test_unsupported_members_are_reported(members, flags, message, tmp_path):
             "--classes names.txt",
             (
                 "labels go up to 7 (in train-0.tar), but there are only 5 class names, for labels 0"
-                " to to 4: name all"
+                " to 4: name all"
             ),
         ),
     ],

@@ -25,7 +25,8 @@ from processes import (
 from ranks import together
 
 from vit.config.io import load_config
-from vit.distributed.exact.leaves import KERNEL_LIMITS, check_leaves, same_kernels
+from vit.distributed.exact.leaves import check_leaves, same_kernels
+from vit.distributed.process_group import KERNEL_LIMITS
 from vit.distributed.world import World
 from vit.training.plan import make_plan
 

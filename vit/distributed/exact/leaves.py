@@ -19,14 +19,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from vit.distributed.exact.by_sample import draw_by_sample
 from vit.distributed.exact.tree_sum import TreeSum, tree_sum
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, kernels_of
 from vit.system.hashing import fold
-from vit.system.host import cpu_name
 
 _SEED_LEAF = 0x0D1
 _SEED_SAMPLE = 0x0D2
-KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-"""Environment variables that restrict the CPU instructions of oneDNN and MKL."""
 
 
 def same_kernels(world: World) -> str:
@@ -50,19 +47,6 @@ def same_kernels(world: World) -> str:
                 f" computes with {expected}: use identical hosts with the same OMP_NUM_THREADS"
             )
     return own
-
-
-def kernels_of(device: torch.device) -> str:
-    """Describe everything on this host that affects the bits of a sum on `device`."""
-    version = f"torch {torch.__version__}"
-    if device.type == "cuda":
-        return f"{version} on {torch.cuda.get_device_name(device)}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    threads = f"{torch.get_num_threads()} thread(s)"
-    # BLAS libraries choose kernels by CPU vendor and cache size.
-    own = f"{version} on {cpu_name()} with {capability}, {threads}"
-    limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
-    return ", ".join([own, *limits])
 
 
 def check_leaves(model: nn.Module) -> None:

@@ -12,8 +12,8 @@ from shlex import quote
 import torch
 
 from vit.config.schema import Config
-from vit.distributed.exact.leaves import kernels_of, same_kernels
-from vit.distributed.process_group import World
+from vit.distributed.exact.leaves import same_kernels
+from vit.distributed.process_group import World, kernels_of
 from vit.extras.audit.history import History, Stretch, tensors_sha256
 from vit.extras.audit.judging import Difference, damages, judge
 from vit.extras.audit.repeating import Repeated, repeat

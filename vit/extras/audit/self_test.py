@@ -23,8 +23,7 @@ from vit.create_step import create_train_step
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
 from vit.data.image_format import ImageFormat
-from vit.distributed.exact.leaves import kernels_of
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, kernels_of
 from vit.step import TrainStep
 from vit.training.freeze import create_trained_model
 from vit.training.loss import create_loss
