@@ -297,10 +297,16 @@ def test_an_image_that_does_not_match_its_checksum_is_named_with_its_step(tmp_pa
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"torch": "2.0.0"}, r"torch was 2\.0\.0, but is .* here: install that version"),
-        ({"code": "abc"}, r"code was abc, but is \w+ here: check out the code of the run"),
-        ({"kernels": "AVX9"}, r"kernels was AVX9, but is torch .* here: audit on the same kind"),
-        ({"device": "cuda:3"}, r"device was cuda, but is cpu here: audit on the same kind of dev"),
+        ({"torch": "2.0.0"}, r"torch was 2\.0\.0, but is .* on this host: install that version"),
+        ({"code": "abc"}, r"code was abc, but is \w+ on this host: check out the code of the run"),
+        (
+            {"kernels": "AVX9"},
+            r"kernels was AVX9, but is torch .* on this host: audit on the same kind",
+        ),
+        (
+            {"device": "cuda:3"},
+            r"device was cuda, but is cpu on this host: audit on the same kind of dev",
+        ),
     ],
 )
 def test_another_machine_or_software_is_refused(honest, values, message):
@@ -317,7 +323,9 @@ def test_a_record_without_kernels_and_code_is_audited_with_a_note(honest, capsys
     run_here("launch/audit.py", honest, *EVERY)
     assert "; not in the record: code, kernels\n" in capsys.readouterr().out
     edit_record(honest, "start", 0, lambda line: line.update(git="abc"))
-    with pytest.raises(ValueError, match=r"git was abc, but is .* here: check out that commit"):
+    with pytest.raises(
+        ValueError, match=r"git was abc, but is .* on this host: check out that commit"
+    ):
         run_here("launch/audit.py", honest)
 
 

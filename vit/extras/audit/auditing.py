@@ -85,7 +85,7 @@ def audit(
 def _audit_stretch(
     history: History, stretch: Stretch, config: Config, world: World, on_step: Callable[[], None]
 ) -> list[Difference]:
-    """Repeat a stretch, and once more if it differs. Return its differences on rank 0."""
+    """Repeat a stretch, twice if it differs. Return its differences on rank 0."""
     with tempfile.TemporaryDirectory(prefix="audit_") as own_folder:
         folder = Path(world.broadcast_from_main(lambda: own_folder))
         first = repeat(history, stretch, config, world, folder / "first", on_step)
@@ -102,7 +102,7 @@ def _compare_repetitions(first: Repeated, second: Repeated) -> list[Difference]:
     if tensors_sha256(first.info) == tensors_sha256(second.info):
         return []
     steps = [step for step in first.losses if first.losses[step] != second.losses[step]]
-    text = "two repetitions here differ, so this machine computes wrong"
+    text = "two repetitions on this host differ, so this machine computes wrong"
     return [Difference(min(steps, default=first.info["step"]), text)]
 
 
@@ -130,12 +130,12 @@ def refusal(
     if stretch.start not in history.kept and config.init.checkpoint is not None:
         return "the initial weights came from a file (init.checkpoint), which may have changed"
     for start in history.attempts(stretch):
-        there = {**start, "device": start["device"].partition(":")[0]}
-        if "code" in there:
-            del there["git"]
+        recorded = {**start, "device": start["device"].partition(":")[0]}
+        if "code" in recorded:
+            del recorded["git"]
         for key, remedy in REMEDIES.items():
-            if there.get(key, own[key]) != own[key]:
-                return f"{key} was {there[key]}, but is {own[key]} here: {remedy}"
+            if recorded.get(key, own[key]) != own[key]:
+                return f"{key} was {recorded[key]}, but is {own[key]} on this host: {remedy}"
         size = start["world_size"]
         if size != num_ranks and not exact:
             return (

@@ -1,4 +1,4 @@
-"""Read what a run folder says about its run: record, attempts, checkpoints and their hashes.
+"""Read what a run folder records about its run: lines, attempts, checkpoints and their hashes.
 
 The sha256 of a checkpoint's tensors is in its `checkpoint.json` and in the record, so that a change
 of one file is noticed by the other.
@@ -77,7 +77,7 @@ class History:
     def attempts(self, stretch: Stretch) -> list[dict[str, Any]]:
         """Return the `start` lines of the attempts that trained the stretch, newest first."""
         lines = []
-        until = math.inf  # later attempts have replaced all steps from here on
+        until = math.inf  # later attempts have replaced all steps from this one on
         for line in reversed(self.starts):
             if line["step"] < min(stretch.end, until) and until > stretch.start:
                 lines.append(line)

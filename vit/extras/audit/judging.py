@@ -94,11 +94,13 @@ def _record_differences(
 ) -> Iterator[Difference]:
     losses = history.losses()
     last = max(losses, default=0)
-    there = _values(history.lines, {**dict.fromkeys(range(last), "missing"), **losses})
-    here = {step: loss if math.isfinite(loss) else None for step, loss in repeated.losses.items()}
-    for key, value in sorted(_values(repeated.lines, here).items()):
-        if stretch.start < key[0] <= stretch.end and there.get(key, value) != value:
-            yield Difference(key[0], f"{key[1]} {there[key]} in the record, {value} repeated")
+    recorded = _values(history.lines, {**dict.fromkeys(range(last), "missing"), **losses})
+    repeated_values = {
+        step: loss if math.isfinite(loss) else None for step, loss in repeated.losses.items()
+    }
+    for key, value in sorted(_values(repeated.lines, repeated_values).items()):
+        if stretch.start < key[0] <= stretch.end and recorded.get(key, value) != value:
+            yield Difference(key[0], f"{key[1]} {recorded[key]} in the record, {value} repeated")
 
 
 def _values(lines: list[dict[str, Any]], losses: dict[int, Any]) -> dict[tuple[int, str], Any]:
@@ -113,10 +115,10 @@ def _values(lines: list[dict[str, Any]], losses: dict[int, Any]) -> dict[tuple[i
 
 def _changed_data(history: History, stretch: Stretch, repeated: Repeated) -> Iterator[str]:
     """Yield what has changed since the run, according to the `start` lines."""
-    there = history.attempts(stretch)[0]
-    here = next(line for line in repeated.lines if line["kind"] == "start")
+    recorded = history.attempts(stretch)[0]
+    repeated_values = next(line for line in repeated.lines if line["kind"] == "start")
     for key, text in CAUSES.items():
-        if there.get(key, here.get(key)) != here.get(key):
+        if recorded.get(key, repeated_values.get(key)) != repeated_values.get(key):
             yield text
 
 

@@ -108,9 +108,9 @@ def differing(answers: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[t
     for rank, answer in enumerate(answers):
         alike = [each["hashes"] for each in answers if each["kernels"] == answer["kernels"]]
         most = Counter(value for hashes in alike for value in hashes).most_common(1)[0][0]
-        where = f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}"
+        place = f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}"
         lines += [
-            (number, f"{where}: {value[:12]}, but most repetitions of this step gave {most[:12]}")
+            (number, f"{place}: {value[:12]}, but most repetitions of this step gave {most[:12]}")
             for number, value in enumerate(answer["hashes"], 1)
             if value != most
         ]
