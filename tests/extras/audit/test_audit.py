@@ -315,20 +315,6 @@ def test_another_machine_or_software_is_refused(honest, values, message):
         run_here("launch/audit.py", honest)
 
 
-def test_a_record_without_kernels_and_code_is_audited_with_a_note(honest, capsys):
-    """Earlier versions wrote neither these keys nor the loss of each step."""
-    edit_record(honest, "start", 0, lambda line: [line.pop(key) for key in ("kernels", "code")])
-    for step in (2, 4, 6, 8, 10, 12):
-        edit_record(honest, "train", step, lambda line: line.pop("losses"))
-    run_here("launch/audit.py", honest, *EVERY)
-    assert "; not in the record: code, kernels\n" in capsys.readouterr().out
-    edit_record(honest, "start", 0, lambda line: line.update(git="abc"))
-    with pytest.raises(
-        ValueError, match=r"git was abc, but is .* on this host: check out that commit"
-    ):
-        run_here("launch/audit.py", honest)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

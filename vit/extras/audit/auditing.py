@@ -17,7 +17,7 @@ from vit.distributed.process_group import World, kernels_of
 from vit.extras.audit.history import History, Stretch, tensors_sha256
 from vit.extras.audit.judging import Difference, damages, judge
 from vit.extras.audit.repeating import Repeated, repeat
-from vit.loggers.record import code_sha256, provenance
+from vit.loggers.record import code_sha256
 from vit.system.meter import Meter
 
 REMEDIES = {
@@ -25,10 +25,8 @@ REMEDIES = {
     "torch": "install that version",
     "code": "check out the code of the run (`git` in its record)",
     "kernels": "audit on the same kind of machine, with the same OMP_NUM_THREADS",
-    "git": "check out that commit",
 }
-"""Maps each value that must equal that of the run to the remedy if it differs. The commit counts
-only if the record has no hash of the code, which most commits do not change."""
+"""Maps each value that must be equal in the run and the audit to the remedy if it differs."""
 
 
 def audit(
@@ -44,7 +42,7 @@ def audit(
     All ranks must call this, and only rank 0's result is complete. log_line: receives the claim and
     the progress of the audit. Raises ValueError if this machine can repeat no stretch.
     """
-    # A live run may save between two ranks' looks at its folder.
+    # A live run may save a checkpoint while the ranks list its folder, so only rank 0 lists it.
     stretches = [Stretch(*each) for each in world.broadcast_from_main(history.stretches)]
     if not stretches:
         raise ValueError(f"{history.run_dir}: no checkpoint was saved, so nothing can be repeated")
@@ -56,12 +54,10 @@ def audit(
     possible = [each for each in stretches if not reasons[each]]
     if not possible:
         raise ValueError(f"{history.run_dir}, {stretches[-1]}: {reasons[stretches[-1]]}")
-    unknown = [key for key in REMEDIES if key not in history.starts[-1]]
     ranks = "any number of" if newest.train.exact_over_ranks else str(world.size)
     log_line(
         f"claim: where the audit agrees, this software gives the bits of the run on {ranks} rank(s)"
         f" of this kind of machine: {own['kernels']}, code {own['code']}"
-        + (f"; not in the record: {', '.join(unknown)}" if unknown else "")
         + (f"; {history.num_unreadable} unreadable lines" if history.num_unreadable else "")
     )
     differences = world.broadcast_from_main(lambda: [*damages(history)])
@@ -114,7 +110,6 @@ def _own_values(config: Config, world: World) -> dict[str, str]:
         "torch": torch.__version__,
         "code": code_sha256(),
         "kernels": same_kernels(world) if exact else kernels_of(world.device),
-        "git": provenance()["git"],
     }
 
 
@@ -131,10 +126,8 @@ def refusal(
         return "the initial weights came from a file (init.checkpoint), which may have changed"
     for start in history.attempts(stretch):
         recorded = {**start, "device": start["device"].partition(":")[0]}
-        if "code" in recorded:
-            del recorded["git"]
         for key, remedy in REMEDIES.items():
-            if recorded.get(key, own[key]) != own[key]:
+            if recorded[key] != own[key]:
                 return f"{key} was {recorded[key]}, but is {own[key]} on this host: {remedy}"
         size = start["world_size"]
         if size != num_ranks and not exact:

@@ -1,7 +1,7 @@
 """Read what a run folder records about its run: lines, attempts, checkpoints and their hashes.
 
-The sha256 of a checkpoint's tensors is in its `checkpoint.json` and in the record, so that a change
-of one file is noticed by the other.
+The sha256 of a checkpoint's tensors is in its `checkpoint.json` and in the record, so that an audit
+notices a change of either file.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ class History:
         return config_io.with_settings(stored, config_io.read_overrides(overrides))
 
     def losses(self) -> dict[int, float | None]:
-        """Return the recorded loss of each step. Records of earlier versions have none."""
+        """Return the recorded loss of each step."""
         ranges = self.infos[max(self.kept)]["skipped_ranges"] if self.kept else []
         skipped = {step for first, stop in ranges for step in range(first + 1, stop + 1)}
         losses: dict[int, float | None] = {}
         for line in self.lines:
             if line["kind"] == "train":
                 steps = (step for step in range(line["step"], 0, -1) if step not in skipped)
-                losses |= zip(steps, reversed(line.get("losses", ())))  # noqa: B905  # ends early
+                losses |= zip(steps, reversed(line["losses"]))  # noqa: B905  # ends early
         return losses
 
 

@@ -76,12 +76,12 @@ def judge(history: History, stretch: Stretch, repeated: Repeated) -> list[Differ
     if kept is not None:
         hashes.append(tensors_sha256(history.infos[stretch.end]))
         tensors = different_tensors(kept, repeated.folder)
-    same = tensors_sha256(repeated.info) in hashes and not tensors
-    if same and (differences or len({*hashes, None}) > 2):
+    is_equal = tensors_sha256(repeated.info) in hashes and not tensors
+    if is_equal and (differences or len({*hashes, None}) > 2):
         differences.append(Difference(stretch.end, "the state agrees, so the record was changed"))
-    elif not same:
-        of = in_words(tensors) if kept else "not kept, so its tensors cannot be compared"
-        differences.append(Difference(stretch.end, f"the state of the run differs: {of}"))
+    elif not is_equal:
+        detail = in_words(tensors) if kept else "not kept, so its tensors cannot be compared"
+        differences.append(Difference(stretch.end, f"the state of the run differs: {detail}"))
     first = differences[0].step if differences else stretch.end
     causes = list(_changed_data(history, stretch, repeated))
     if differences:
@@ -180,9 +180,9 @@ def compare_runs(one: History, two: History, log_line: Callable[[str], None]) ->
     ][:1]
     # Runs that differ never become equal again, so bisect.
     place = bisect_left(saved, True, key=lambda step: one.hashes[step] != two.hashes[step])
-    equal = f"equal up to step {saved[place - 1]}" if place else "no equal checkpoint"
+    extent = f"equal up to step {saved[place - 1]}" if place else "no equal checkpoint"
     if place < len(saved):
-        text = f"the first checkpoint that differs ({equal})"
+        text = f"the first checkpoint that differs ({extent})"
         both = [step for step in saved[place:] if step in one.kept and step in two.kept][:1]
         for step in both:
             tensors = different_tensors(one.kept[step], two.kept[step])
@@ -190,6 +190,6 @@ def compare_runs(one: History, two: History, log_line: Callable[[str], None]) ->
         differences.append(Difference(saved[place], text))
     elif differences and saved and differences[0].step <= saved[-1]:
         differences.append(
-            Difference(saved[-1], f"checkpoints {equal}: one of the records was changed")
+            Difference(saved[-1], f"checkpoints {extent}: one of the records was changed")
         )
     return differences
