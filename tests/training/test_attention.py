@@ -75,8 +75,8 @@ def test_a_compiled_graph_uses_the_chosen_kernel():
 @pytest.mark.parametrize(
     ("chosen", "fields", "message"),
     [
-        ("cudnn", {}, "attention=cudnn does not work here in fp32 on cpu: use auto or flash, math"),
-        ("efficient", {}, "efficient does not work here in fp32 on cpu: use auto or flash, math"),
+        ("cudnn", {}, "attention=cudnn does not work in fp32 on this cpu: use auto or flash, math"),
+        ("efficient", {}, "efficient does not work in fp32 on this cpu: use auto or flash, math"),
         # torch's kernel for CPUs has no dropout.
         ("flash", {"attn_drop_rate": 0.1}, "flash does not work .*: use auto or math$"),
         ("flash3", {}, r"\(No module named 'flash_attn_interface': install FlashAttention 3"),
@@ -103,4 +103,4 @@ def test_all_ranks_end_with_one_line(config, tmp_path):
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr
-    assert errors[0].startswith("error: train.attention=efficient does not work here in bf16 on")
+    assert errors[0].startswith("error: train.attention=efficient does not work in bf16 on")

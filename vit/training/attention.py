@@ -58,7 +58,7 @@ def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.dev
             torch_attention.restore_flash_attention_impl()
         working = [name for name in KERNELS if _works(name, layers[0], config.precision, device)]
         raise ValueError(
-            f"train.attention={config.attention} does not work here in {config.precision} on"
+            f"train.attention={config.attention} does not work in {config.precision} on this"
             f" {device.type}{reason}: use auto or {', '.join(working)}"
         )
 
