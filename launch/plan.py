@@ -94,6 +94,8 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
     peak_tflops = gpu.peak_tflops(forecast.precision)
     slow, fast = forecast.images_per_s(forecast.image_s)
     end_to_end_h = forecast.end_to_end_h(args.cores, args.network_gbs)
+    is_limited = end_to_end_h[0] > forecast.end_to_end_h(None, None)[0]
+    limited = "; --cores or --network-gbs is the limit" if is_limited else ""
     factors = _range([forecast.end_to_end.low, forecast.end_to_end.high])
     lines = {
         "data": f"{forecast.data.num_images:,} images",
@@ -107,7 +109,7 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
         f" ({forecast.speed.source})",
         "compute": f"{_time(forecast.compute_h, num_gpus)}, including evaluations",
         "end to end": f"{_time(end_to_end_h, num_gpus)}: complete runs took {factors} times as long"
-        f" as their computation ({forecast.end_to_end.source})",
+        f" as their computation ({forecast.end_to_end.source}){limited}",
         "cores": f"{_range(forecast.cores_per_gpu)} per GPU, or decoding is the bottleneck"
         f" ({IMAGES_PER_CORE_S:,} images/s per core from shards at 116 kB an image, measured)",
         "host": _host(forecast),
