@@ -137,29 +137,6 @@ def test_a_process_does_not_use_a_mismatched_library_in_the_package(tmp_path):
     assert "--no-cache-dir VITLINE.tar.gz" in done.stdout
 
 
-@needs_gcc
-def test_a_library_for_all_pythons_comes_before_an_older_one_for_this_python(tmp_path):
-    """A checkout that is updated keeps the library of its last installation."""
-    package = shutil.copytree(
-        PACKAGE, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")
-    )
-    other = small(tmp_path, "int vit_decode_window(void) { return 0; }")
-    shutil.move(other, package / f"_native{EXTENSION_SUFFIXES[0]}")
-    sources = sorted(SOURCES.glob("*.c"))
-    shutil.move(built(tmp_path, *sources, stamp=stamp_of(SOURCES)), package / "_native.abi3.so")
-    code = "from vit.data.decode import native; print(native.LIBRARY._name, native.AVAILABLE)"
-    environment = {name: value for name, value in os.environ.items() if name != "VIT_NATIVE"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == f"{package / '_native.abi3.so'} True\n"
-
-
 def test_the_environment_can_turn_the_library_off(monkeypatch):
     monkeypatch.setenv("VIT_NATIVE", "0")
     assert native._find() == (None, None)

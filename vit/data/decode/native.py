@@ -149,9 +149,7 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
-    # In reverse, the library for all Pythons comes before one for this Python, which a checkout may
-    # still hold from an older version.
-    for suffix in reversed(EXTENSION_SUFFIXES):
+    for suffix in EXTENSION_SUFFIXES:
         path = PACKAGE / f"_native{suffix}"
         if path.exists():
             try:
