@@ -19,6 +19,7 @@ from vit.layers.image_sizes import take_sizes
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
+from vit.step import TrainStep
 from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
@@ -64,6 +65,19 @@ def small_vit(embed_dim: int, depth: int, **fields) -> torch.nn.Module:
     return create_model("vit_ti8", 16, 5, embed_dim=embed_dim, depth=depth, num_heads=2, **fields)
 
 
+def small_step(model: torch.nn.Module, **options) -> TrainStep:
+    cpu = torch.device("cpu")
+    return plain_step(
+        model.train(),
+        model,
+        create_optimizer(model, AdamWConfig()),
+        Augment(AugmentConfig(), 5, (0.5,), (0.25,), cpu),
+        World(0, 1, cpu),
+        lr_at=lambda step: 1e-3,
+        **options,
+    )
+
+
 VIT5 = {"qk_norm": True, "norm_layer": "rmsnorm", "reg_tokens": 4, "rope_type": "axial"}
 
 
@@ -95,17 +109,8 @@ def test_every_mode_needs_the_same_graphs(graphs, mode):
     model = small_vit(16, DEPTH, drop_path_rate=0.1)
     set_residual_dtype(model, "bf16")
     compile_blocks(model, backend=graphs, mode=mode)
-    cpu = torch.device("cpu")
-    step = plain_step(
-        model.train(),
-        model,
-        create_optimizer(model, AdamWConfig()),
-        Augment(AugmentConfig(), 5, (0.5,), (0.25,), cpu),
-        World(0, 1, cpu),
-        lr_at=lambda step: 1e-3,
-        micro_batch_size=4,
-        precision="bf16",
-        has_cuda_graphs=mode == "reduce-overhead",
+    step = small_step(
+        model, micro_batch_size=4, precision="bf16", has_cuda_graphs=mode == "reduce-overhead"
     )
     for number in range(3):
         step(make_batch(16), number)
@@ -125,17 +130,7 @@ def test_micro_batches_for_cuda_graphs_add_up_to_the_same_weights():
     weights = []
     for has_cuda_graphs in (False, True):
         model = small_vit(16, 2)
-        cpu = torch.device("cpu")
-        step = plain_step(
-            model.train(),
-            model,
-            create_optimizer(model, AdamWConfig()),
-            Augment(AugmentConfig(), 5, (0.5,), (0.25,), cpu),
-            World(0, 1, cpu),
-            lr_at=lambda step: 1e-3,
-            micro_batch_size=2,
-            has_cuda_graphs=has_cuda_graphs,
-        )
+        step = small_step(model, micro_batch_size=2, has_cuda_graphs=has_cuda_graphs)
         allocated = []
         model.register_forward_pre_hook(
             lambda model, _, seen=allocated: seen.append(
@@ -215,17 +210,7 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
     average = Ema(model, 0.9)
     for each in (model, average.module):
         compile_blocks(each, backend=graphs)
-    cpu = torch.device("cpu")
-    step = plain_step(
-        model.train(),
-        model,
-        create_optimizer(model, AdamWConfig()),
-        Augment(AugmentConfig(), 5, (0.5,), (0.25,), cpu),
-        World(0, 1, cpu),
-        lr_at=lambda step: 1e-3,
-        micro_batch_size=4,
-        ema=average,
-    )
+    step = small_step(model, micro_batch_size=4, ema=average)
     for number in range(2):
         step(make_batch(side), number)
     assert graphs.since() == 1
