@@ -52,7 +52,7 @@ fuzz: $(TESTS_INSTALLED)
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check/check.py
 
-# Writes deploy/requirements.lock, which lists all packages of all extras with file hashes, for `pip install --require-hashes`, and their licences to docs/licenses.md.
+# Writes deploy/requirements.lock, which lists all packages of all extras with file hashes, for `pip install --require-hashes`, and their licenses to docs/licenses.md.
 lock: $(LOCK_INSTALLED)
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command "make lock" --quiet -o deploy/requirements.lock
 	$(BIN)/python docs/licenses.py

@@ -53,7 +53,7 @@ RECORD = {
         "chosen": "what selects the training samples",
         "class_weights": "weight of each class in the loss",
         "teacher": "the teacher of a distilled run",
-        "init_source": "repository, commit and licence of weights that were fetched",
+        "init_source": "repository, commit and license of weights that were fetched",
         "preflight": "what was compared with the host before the first step",
         "content_sha256": "hash of the training images' checksums",
         "first_batch_sha256": "hash of the sample numbers of the first batch",

@@ -1,6 +1,6 @@
 """Test that requirements.txt lists the dependencies in pyproject.toml, that
 deploy/requirements.lock pins allowed versions with hashes, and that docs/licenses.md has the
-licences of all of them."""
+licenses of all of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_each_file_that_may_be_installed_has_a_hash():
             assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), pin
 
 
-def test_the_page_of_licences_lists_what_a_linux_computer_installs():
+def test_the_page_of_licenses_lists_what_a_linux_computer_installs():
     text = (ROOT / "docs" / "licenses.md").read_text()
     rows = dict(re.findall(r"^\| ([a-z0-9.-]+) \| ([0-9]\S*) \|", text, re.M))
     linux = {"sys_platform": "linux", "python_full_version": "3.12.1", "python_version": "3.12"}
@@ -75,10 +75,10 @@ def test_the_page_of_licences_lists_what_a_linux_computer_installs():
     assert set(rows) <= set(locked())
 
 
-def test_the_page_has_the_licences_of_the_installed_versions():
+def test_the_page_has_the_licenses_of_the_installed_versions():
     """Compare rows with metadata as Python reads them; pip reports them when it writes the page."""
     text = (ROOT / "docs" / "licenses.md").read_text()
-    licence = runpy.run_path(str(ROOT / "docs" / "licenses.py"))["licence"]
+    stated_license = runpy.run_path(str(ROOT / "docs" / "licenses.py"))["stated_license"]
     compared = 0
     for name, version, stated in re.findall(r"^\| ([a-z0-9.-]+) \| (\S+) \| (.+?) \|", text, re.M):
         try:
@@ -88,6 +88,6 @@ def test_the_page_has_the_licences_of_the_installed_versions():
         if metadata["Version"] == version:
             classifiers = metadata.get_all("Classifier", [])
             expression, written = metadata["License-Expression"], metadata["License"]
-            assert licence(expression or "", classifiers, written or "") == stated, name
+            assert stated_license(expression or "", classifiers, written or "") == stated, name
             compared += 1
     assert compared > 40
