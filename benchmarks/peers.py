@@ -260,7 +260,12 @@ def litdata(task: Task) -> Batches:
     samples = with_pixels(StreamingDataset, task.train)(
         str(task.data.made("litdata", write)), shuffle=task.train, drop_last=True
     )
-    loader = StreamingDataLoader(samples, batch_size=task.batch_size, num_workers=task.workers)
+    loader = StreamingDataLoader(
+        samples,
+        batch_size=task.batch_size,
+        num_workers=task.workers,
+        persistent_workers=task.workers > 0,
+    )
     return for_ever(lambda: loader)
 
 
