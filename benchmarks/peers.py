@@ -141,6 +141,16 @@ def torchvision_tensor(task: Task) -> Batches:
     return image_folder(task, v2.Compose(crop(v2, task.train)), loader=load)
 
 
+def torchcodec(task: Task) -> Batches:
+    """Yield uint8 batches. torchvision 0.29 deprecates its own decoder in favor of this one."""
+    from torchcodec.decoders import decode_jpeg
+    from torchvision.transforms import v2
+
+    return image_folder(
+        task, v2.Compose(crop(v2, task.train)), loader=partial(decode_jpeg, mode="RGB")
+    )
+
+
 def timm(task: Task) -> Batches:
     import torch
     from timm.data import create_dataset, create_loader
@@ -396,6 +406,7 @@ CONTESTANTS = {
     V1: Contestant(torchvision_v1, "torchvision", "torchvision"),
     "torchvision v2": Contestant(torchvision_v2, "torchvision", "torchvision"),
     "torchvision v2, tensors": Contestant(torchvision_tensor, "torchvision", "torchvision"),
+    "torchcodec": Contestant(torchcodec, "torchcodec", "torchcodec"),
     "timm": Contestant(timm, "timm", "timm"),
     "webdataset": Contestant(webdataset, "webdataset", "webdataset"),
     "OpenCV": Contestant(opencv, "cv2", "opencv-python-headless"),
