@@ -151,6 +151,32 @@ def torchcodec(task: Task) -> Batches:
     )
 
 
+def grain(task: Task) -> Batches:
+    """Yield NumPy batches of a torchvision data set, each process with one thread."""
+    import grain
+    import torch
+    from torchvision.datasets import ImageFolder
+
+    transform = transform_v1(task.train)
+
+    class Transform(grain.transforms.RandomMap):
+        def random_map(self, element: Any, rng: Any) -> Any:
+            torch.manual_seed(rng.integers(2**63))
+            return transform(element[0]).numpy(), element[1]
+
+    samples = grain.MapDataset.source(ImageFolder(task.data.folder)).seed(0)
+    samples = samples.shuffle() if task.train else samples
+    batches = (
+        samples.repeat()
+        .random_map(Transform())
+        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=task.batch_size))
+        .batch(task.batch_size, drop_remainder=True)
+    )
+    if task.workers:
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=task.workers))
+    return iter(batches)
+
+
 def timm(task: Task) -> Batches:
     import torch
     from timm.data import create_dataset, create_loader
@@ -408,6 +434,7 @@ CONTESTANTS = {
     "torchvision v2, tensors": Contestant(torchvision_tensor, "torchvision", "torchvision"),
     "torchcodec": Contestant(torchcodec, "torchcodec", "torchcodec"),
     "timm": Contestant(timm, "timm", "timm"),
+    "Grain": Contestant(grain, "grain", "grain"),
     "webdataset": Contestant(webdataset, "webdataset", "webdataset"),
     "OpenCV": Contestant(opencv, "cv2", "opencv-python-headless"),
     "MosaicML streaming": Contestant(mosaicml, "streaming", "mosaicml-streaming", ("train",)),
