@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ class Task(NamedTuple):
     train: bool
 
 
-def for_ever(epoch: Callable[[], Any]) -> Batches:
+def for_ever(epoch: Callable[[], Any]) -> Iterator[Any]:
     while True:
         yield from epoch()
 
@@ -205,6 +206,53 @@ def webdataset(task: Task) -> Batches:
     samples = samples.shuffle(1000) if task.train else samples
     decoded = samples.decode("pil").to_tuple("jpg", "cls").map_tuple(transform_v1(task.train), int)
     return data_loader(task, decoded)
+
+
+def energon(task: Task) -> Batches:
+    """Yield batches of the same shards. `energon prepare` adds an index next to links to them."""
+    from megatron.energon import (
+        DefaultTaskEncoder,
+        SampleDecoder,
+        WorkerConfig,
+        get_loader,
+        get_train_dataset,
+        get_val_dataset,
+    )
+
+    def write(out: Path) -> None:
+        out.mkdir()
+        for shard in task.data.shards.glob("*.tar"):
+            (out / shard.name).symlink_to(shard.resolve())
+        fields = json.dumps({"image": "jpg", "label": "cls"})
+        options = ["--non-interactive", "--split-ratio", "1,0,0", "--field-map", fields]
+        options += ["--sample-type", "ImageClassificationSample"]
+        program = Path(sys.executable).with_name("energon")
+        subprocess.run([program, "prepare", out, *options], check=True)
+
+    transform = transform_v1(task.train)
+
+    class Encoder(DefaultTaskEncoder):
+        decoder = SampleDecoder(image_decode="pilrgb")
+
+        def encode_sample(self, sample: Any) -> Any:
+            sample.image = transform(sample.image)
+            return sample
+
+    options = {
+        "split_part": "train",
+        "worker_config": WorkerConfig(rank=0, world_size=1, num_workers=task.workers),
+        "batch_size": task.batch_size,
+        "task_encoder": Encoder(),
+    }
+    folder = task.data.made("energon", write)
+    if task.train:
+        samples = get_train_dataset(
+            folder, shuffle_buffer_size=100, max_samples_per_sequence=100, **options
+        )
+    else:
+        samples = get_val_dataset(folder, **options)
+    loader = get_loader(samples)
+    return ((batch.image, batch.label) for batch in for_ever(lambda: loader))
 
 
 def opencv(task: Task) -> Batches:
@@ -436,6 +484,7 @@ CONTESTANTS = {
     "timm": Contestant(timm, "timm", "timm"),
     "Grain": Contestant(grain, "grain", "grain"),
     "webdataset": Contestant(webdataset, "webdataset", "webdataset"),
+    "Energon": Contestant(energon, "megatron.energon", "megatron-energon"),
     "OpenCV": Contestant(opencv, "cv2", "opencv-python-headless"),
     "MosaicML streaming": Contestant(mosaicml, "streaming", "mosaicml-streaming", ("train",)),
     "litdata": Contestant(litdata, "litdata", "litdata", ("train",)),
