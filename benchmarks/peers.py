@@ -423,6 +423,59 @@ def dali(task: Task) -> Batches:
     )
 
 
+def spdl(task: Task) -> Batches:
+    """Yield uint8 batches. FFmpeg decodes and resizes in threads of this process."""
+    import spdl.io
+    import torch
+    from spdl.pipeline import PipelineBuilder
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import RandomResizedCrop
+
+    samples = ImageFolder(task.data.folder).samples
+    describe = partial(spdl.io.get_video_filter_desc, scale_algo="bilinear")
+    square = describe(scale_width=SIZE, scale_height=SIZE, scale_mode=None)
+    center = describe(
+        scale_width=RESIZE,
+        scale_height=RESIZE,
+        scale_mode="crop",
+        crop_width=SIZE,
+        crop_height=SIZE,
+    )
+
+    def order() -> Iterator[tuple[str, int]]:
+        while True:
+            numbers = torch.randperm(len(samples)) if task.train else range(len(samples))
+            yield from (samples[number] for number in numbers)
+
+    def load(sample: tuple[str, int]) -> Any:
+        packets = spdl.io.demux_image(sample[0])
+        steps = center
+        if task.train:
+            size = torch.empty(3, packets.height, packets.width)
+            top, left, h, w = RandomResizedCrop.get_params(size, (0.08, 1.0), (3 / 4, 4 / 3))
+            flip = "hflip," if torch.rand(()) < 0.5 else ""
+            steps = f"crop={w}:{h}:{left}:{top},{flip}{square}"
+        return spdl.io.decode_packets(packets, filter_desc=steps), sample[1]
+
+    def batch(decoded: list[Any]) -> Any:
+        frames, labels = zip(*decoded, strict=True)
+        images = spdl.io.to_torch(spdl.io.convert_frames(list(frames)))
+        return images.permute(0, 3, 1, 2), torch.tensor(labels)
+
+    num_threads = max(1, task.workers)
+    pipeline = (
+        PipelineBuilder()
+        .add_source(order())
+        .pipe(load, concurrency=num_threads, output_order="input")
+        .aggregate(task.batch_size, drop_last=True)
+        .pipe(batch)
+        .add_sink(2)
+        .build(num_threads=num_threads)
+    )
+    pipeline.start()
+    return iter(pipeline)
+
+
 # ---- limits: only decoding, from bytes in memory -------------------------------------------------
 
 
@@ -490,6 +543,7 @@ CONTESTANTS = {
     "litdata": Contestant(litdata, "litdata", "litdata", ("train",)),
     FFCV: Contestant(ffcv, "ffcv", "ffcv"),
     "DALI (CPU)": Contestant(dali, "nvidia.dali", "nvidia-dali-cuda130"),
+    "SPDL": Contestant(spdl, "spdl.io", "spdl"),
     WHOLE: Contestant(whole_jpegs, "simplejpeg", "simplejpeg", only_without_workers=True),
     "limit: windows of JPEGs": Contestant(windows, "simplejpeg", "simplejpeg", ("train",), True),
 }
