@@ -27,10 +27,12 @@ from typing import Any
 
 from inputs.loader_data import Data, bytes_rows, describe, make_data
 from measure import CORES, Result, as_result, create_parser, keep, machine, shown
-from peers import CONTESTANTS, FFCV, OURS, OURS_MARKED, V1, WHOLE, version
+from peers import CONTESTANTS, FFCV, OURS, V1, WHOLE, version
 
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg")
-SCALED = (f"{OURS}, pip only", OURS_MARKED, WHOLE)
+SCALED = (*(name for name in CONTESTANTS if name.startswith(OURS)), WHOLE)
+PROCESSES = sorted({CORES} | {2**power for power in range(CORES.bit_length()) if 2**power < CORES})
+"""The numbers of concurrent processes for `measure_scaling`: 1, 2, 4, ..., `CORES`."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WALL = "images/s"
 CPU = "images/CPU-s"
@@ -233,27 +235,22 @@ class Benchmark:
         return [as_result(title, CPU, cpu, bases), as_result(title, WALL, wall, bases)]
 
     def measure_scaling(self, name: str) -> list[Result]:
-        """Compare one of `CORES` concurrent, independent processes with a single process.
+        """Compare one of several concurrent, independent processes with a single process.
 
         Returns [] if a process failed.
         """
-        alone = "alone"
-        among = f"{CORES} at a time, each"
-        rates: dict[str, list[float]] = {alone: [], among: []}
+        rates = {f"each of {count}": list[float]() for count in PROCESSES}
         with self.serving([name] * CORES, 0) as servers:
             if len(servers) < CORES:
                 return []
             for counts in self.turns(f"{name}, {CORES} processes"):
-                for kind, some in ((alone, servers[:1]), (among, servers)):
-                    for server in some:
+                for among, count in zip(rates, PROCESSES, strict=True):
+                    for server in servers[:count]:
                         server.ask("train", 2 * self.num_batches)
-                    answers = [server.answer() for server in some]
-                    rates[kind] += (
-                        [answers[0]["images"] / max(answer["seconds"] for answer in answers)]
-                        if counts
-                        else []
-                    )
-        return [as_result(name, WALL, rates, [alone])]
+                    answers = [server.answer() for server in servers[:count]]
+                    slowest_s = max(answer["seconds"] for answer in answers)
+                    rates[among] += [answers[0]["images"] / slowest_s] if counts else []
+        return [as_result(name, WALL, rates, list(rates)[:1])]
 
 
 # ---- showing -------------------------------------------------------------------------------------
@@ -296,18 +293,14 @@ def rows_of_both(
 
 
 def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Return a table with the rate of one of several processes relative to a single process."""
-    rows = [["", f"{WALL} alone", f"each of {CORES}", "ratio"]]
+    """Return a table with the rate of one of several processes, and its ratio to a single one."""
+    rows = [["", *(f"{WALL}, each of {count}" for count in PROCESSES), "ratios"]]
     for result in results:
-        alone, among = result["rows"].values()
-        rows.append(
-            [
-                result["title"],
-                shown(alone["median"]),
-                shown(among["median"]),
-                f"{next(iter(among['ratios'].values())):.3f}",
-            ]
-        )
+        medians = [shown(row["median"]) for row in result["rows"].values()]
+        ratios = [
+            f"{ratio:.3f}" for row in result["rows"].values() for ratio in row["ratios"].values()
+        ]
+        rows.append([result["title"], *medians, ", ".join(ratios[1:])])
     return rows
 
 
@@ -392,7 +385,8 @@ def main() -> None:
     results = list[Result]()
     tables = dict[str, list[list[str]]]()
     for workers in args.workers:
-        kinds = {"train": f"Training: random-resized crop and flip, {workers or 'no'} workers"}
+        named_workers = "1 worker" if workers == 1 else f"{workers or 'no'} workers"
+        kinds = {"train": f"Training: random-resized crop and flip, {named_workers}"}
         kinds |= (
             {} if workers else {"eval": "Evaluation: resize to 256 and center crop, no workers"}
         )
@@ -407,7 +401,7 @@ def main() -> None:
     scaling = [
         result for name in SCALED if name in installed for result in bench.measure_scaling(name)
     ]
-    tables[f"{CORES} independent processes, no workers"] = scaling_rows(scaling)
+    tables["Independent processes, no workers"] = scaling_rows(scaling)
     tables["Size of the images on the disk"] = bytes_rows(data)
     failures = (
         dict.fromkeys(sorted(set(args.only) - set(installed)), "not installed") | bench.failures

@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ class Task(NamedTuple):
     train: bool
 
 
-def for_ever(epoch: Callable[[], Any]) -> Batches:
+def for_ever(epoch: Callable[[], Any]) -> Iterator[Any]:
     while True:
         yield from epoch()
 
@@ -141,6 +142,42 @@ def torchvision_tensor(task: Task) -> Batches:
     return image_folder(task, v2.Compose(crop(v2, task.train)), loader=load)
 
 
+def torchcodec(task: Task) -> Batches:
+    """Yield uint8 batches. torchvision 0.29 deprecates its own decoder in favor of this one."""
+    from torchcodec.decoders import decode_jpeg
+    from torchvision.transforms import v2
+
+    return image_folder(
+        task, v2.Compose(crop(v2, task.train)), loader=partial(decode_jpeg, mode="RGB")
+    )
+
+
+def grain(task: Task) -> Batches:
+    """Yield NumPy batches of a torchvision data set, each process with one thread."""
+    import grain
+    import torch
+    from torchvision.datasets import ImageFolder
+
+    transform = transform_v1(task.train)
+
+    class Transform(grain.transforms.RandomMap):
+        def random_map(self, element: Any, rng: Any) -> Any:
+            torch.manual_seed(rng.integers(2**63))
+            return transform(element[0]).numpy(), element[1]
+
+    samples = grain.MapDataset.source(ImageFolder(task.data.folder)).seed(0)
+    samples = samples.shuffle() if task.train else samples
+    batches = (
+        samples.repeat()
+        .random_map(Transform())
+        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=task.batch_size))
+        .batch(task.batch_size, drop_remainder=True)
+    )
+    if task.workers:
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=task.workers))
+    return iter(batches)
+
+
 def timm(task: Task) -> Batches:
     import torch
     from timm.data import create_dataset, create_loader
@@ -169,6 +206,53 @@ def webdataset(task: Task) -> Batches:
     samples = samples.shuffle(1000) if task.train else samples
     decoded = samples.decode("pil").to_tuple("jpg", "cls").map_tuple(transform_v1(task.train), int)
     return data_loader(task, decoded)
+
+
+def energon(task: Task) -> Batches:
+    """Yield batches of the same shards. `energon prepare` adds an index next to links to them."""
+    from megatron.energon import (
+        DefaultTaskEncoder,
+        SampleDecoder,
+        WorkerConfig,
+        get_loader,
+        get_train_dataset,
+        get_val_dataset,
+    )
+
+    def write(out: Path) -> None:
+        out.mkdir()
+        for shard in task.data.shards.glob("*.tar"):
+            (out / shard.name).symlink_to(shard.resolve())
+        fields = json.dumps({"image": "jpg", "label": "cls"})
+        options = ["--non-interactive", "--split-ratio", "1,0,0", "--field-map", fields]
+        options += ["--sample-type", "ImageClassificationSample"]
+        program = Path(sys.executable).with_name("energon")
+        subprocess.run([program, "prepare", out, *options], check=True)
+
+    transform = transform_v1(task.train)
+
+    class Encoder(DefaultTaskEncoder):
+        decoder = SampleDecoder(image_decode="pilrgb")
+
+        def encode_sample(self, sample: Any) -> Any:
+            sample.image = transform(sample.image)
+            return sample
+
+    options = {
+        "split_part": "train",
+        "worker_config": WorkerConfig(rank=0, world_size=1, num_workers=task.workers),
+        "batch_size": task.batch_size,
+        "task_encoder": Encoder(),
+    }
+    folder = task.data.made("energon", write)
+    if task.train:
+        samples = get_train_dataset(
+            folder, shuffle_buffer_size=100, max_samples_per_sequence=100, **options
+        )
+    else:
+        samples = get_val_dataset(folder, **options)
+    loader = get_loader(samples)
+    return ((batch.image, batch.label) for batch in for_ever(lambda: loader))
 
 
 def opencv(task: Task) -> Batches:
@@ -260,7 +344,12 @@ def litdata(task: Task) -> Batches:
     samples = with_pixels(StreamingDataset, task.train)(
         str(task.data.made("litdata", write)), shuffle=task.train, drop_last=True
     )
-    loader = StreamingDataLoader(samples, batch_size=task.batch_size, num_workers=task.workers)
+    loader = StreamingDataLoader(
+        samples,
+        batch_size=task.batch_size,
+        num_workers=task.workers,
+        persistent_workers=task.workers > 0,
+    )
     return for_ever(lambda: loader)
 
 
@@ -334,6 +423,59 @@ def dali(task: Task) -> Batches:
     )
 
 
+def spdl(task: Task) -> Batches:
+    """Yield uint8 batches. FFmpeg decodes and resizes in threads of this process."""
+    import spdl.io
+    import torch
+    from spdl.pipeline import PipelineBuilder
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import RandomResizedCrop
+
+    samples = ImageFolder(task.data.folder).samples
+    describe = partial(spdl.io.get_video_filter_desc, scale_algo="bilinear")
+    square = describe(scale_width=SIZE, scale_height=SIZE, scale_mode=None)
+    center = describe(
+        scale_width=RESIZE,
+        scale_height=RESIZE,
+        scale_mode="crop",
+        crop_width=SIZE,
+        crop_height=SIZE,
+    )
+
+    def order() -> Iterator[tuple[str, int]]:
+        while True:
+            numbers = torch.randperm(len(samples)) if task.train else range(len(samples))
+            yield from (samples[number] for number in numbers)
+
+    def load(sample: tuple[str, int]) -> Any:
+        packets = spdl.io.demux_image(sample[0])
+        steps = center
+        if task.train:
+            size = torch.empty(3, packets.height, packets.width)
+            top, left, h, w = RandomResizedCrop.get_params(size, (0.08, 1.0), (3 / 4, 4 / 3))
+            flip = "hflip," if torch.rand(()) < 0.5 else ""
+            steps = f"crop={w}:{h}:{left}:{top},{flip}{square}"
+        return spdl.io.decode_packets(packets, filter_desc=steps), sample[1]
+
+    def batch(decoded: list[Any]) -> Any:
+        frames, labels = zip(*decoded, strict=True)
+        images = spdl.io.to_torch(spdl.io.convert_frames(list(frames)))
+        return images.permute(0, 3, 1, 2), torch.tensor(labels)
+
+    num_threads = max(1, task.workers)
+    pipeline = (
+        PipelineBuilder()
+        .add_source(order())
+        .pipe(load, concurrency=num_threads, output_order="input")
+        .aggregate(task.batch_size, drop_last=True)
+        .pipe(batch)
+        .add_sink(2)
+        .build(num_threads=num_threads)
+    )
+    pipeline.start()
+    return iter(pipeline)
+
+
 # ---- limits: only decoding, from bytes in memory -------------------------------------------------
 
 
@@ -391,13 +533,17 @@ CONTESTANTS = {
     V1: Contestant(torchvision_v1, "torchvision", "torchvision"),
     "torchvision v2": Contestant(torchvision_v2, "torchvision", "torchvision"),
     "torchvision v2, tensors": Contestant(torchvision_tensor, "torchvision", "torchvision"),
+    "torchcodec": Contestant(torchcodec, "torchcodec", "torchcodec"),
     "timm": Contestant(timm, "timm", "timm"),
+    "Grain": Contestant(grain, "grain", "grain"),
     "webdataset": Contestant(webdataset, "webdataset", "webdataset"),
+    "Energon": Contestant(energon, "megatron.energon", "megatron-energon"),
     "OpenCV": Contestant(opencv, "cv2", "opencv-python-headless"),
     "MosaicML streaming": Contestant(mosaicml, "streaming", "mosaicml-streaming", ("train",)),
     "litdata": Contestant(litdata, "litdata", "litdata", ("train",)),
     FFCV: Contestant(ffcv, "ffcv", "ffcv"),
     "DALI (CPU)": Contestant(dali, "nvidia.dali", "nvidia-dali-cuda130"),
+    "SPDL": Contestant(spdl, "spdl.io", "spdl"),
     WHOLE: Contestant(whole_jpegs, "simplejpeg", "simplejpeg", only_without_workers=True),
     "limit: windows of JPEGs": Contestant(windows, "simplejpeg", "simplejpeg", ("train",), True),
 }
