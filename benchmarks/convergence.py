@@ -58,6 +58,7 @@ SETTINGS = (
     "augment.randaugment_magnitude=7",
     "augment.mixup_alpha=0.2",
     "augment.mix_group_size=64",
+    "optim.name=adamw",
     "optim.lr=2e-3",
     "schedule.warmup_lr=1e-6",
     "schedule.warmup_epochs=1",

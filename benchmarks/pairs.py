@@ -77,7 +77,7 @@ class Pair(NamedTuple):
 
 
 ARMS = {
-    "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3, 12e-3)),
+    "AdamW": Arm(("optim.name=adamw",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     # The bias to which the sigmoids of ten classes converge, like big_vision's bias for a thousand
     # classes. Without this bias, such short runs learn little else.
@@ -85,7 +85,8 @@ ARMS = {
         ("optim.name=lamb", "loss.name=bce", "model.init_head_bias=-2.2"), (1e-2, 2e-2, 4e-2, 8e-2)
     ),
     "constant drop path": Arm(
-        ("model.drop_path_rate=0.1", "model.drop_path_schedule=constant"), like="AdamW"
+        ("optim.name=adamw", "model.drop_path_rate=0.1", "model.drop_path_schedule=constant"),
+        like="AdamW",
     ),
 }
 PAIRS = (
