@@ -1,11 +1,11 @@
 """Reproduce any batch of a run: the same images, crops and mixing, with their losses.
 
-    python launch/replay.py runs/demo --step 1200                      a picture and a table
+    python launch/replay.py runs/demo --step 300                      a picture and a table
     python launch/replay.py runs/vit_b16 --step 81234 --rank 3 --images 48 --sheet batch.png
-    python launch/replay.py runs/demo --step 1200 --csv batch.csv      every row of the batch
-    python launch/replay.py runs/demo --step 1200 data.root=/elsewhere/digits
+    python launch/replay.py runs/demo --step 300 --csv batch.csv      every row of the batch
+    python launch/replay.py runs/demo --step 300 data.root=/elsewhere/digits
 
-Steps are counted from 1, and step 1200 is the update that metrics.jsonl logs as step 1200. Only the
+Steps are counted from 1, and step 300 is the update that metrics.jsonl logs as step 300. Only the
 unchanged data are needed, and the run is not changed. Exit status: 0 done, 2 a mistake to correct.
 """
 
