@@ -229,6 +229,8 @@ class BlockCache:
                     and abs(time.time() - status.st_mtime) > ABANDONED_AFTER_S
                 ):
                     remove_unless_locked(path)
+        # Blocks that other processes are storing are not counted, so the cache can exceed its limit
+        # by a block per process.
         left = sum(size for _, size, _ in blocks)
         for _, size, path in sorted(blocks):
             if left <= max(keep_bytes, 0):
