@@ -60,7 +60,7 @@ def test_the_layout_is_reported_and_odd_images_are_counted(undisturbed, fake):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tars", "parquet"])
+@pytest.mark.parametrize("layout", ["tars", pytest.param("parquet", marks=pytest.mark.full)])
 def test_simultaneous_array_tasks_share_one_catalogue_and_succeed(
     fake, archives, undisturbed, tmp_path, layout
 ):

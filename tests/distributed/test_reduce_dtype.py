@@ -73,6 +73,7 @@ def test_ranks_have_equal_bits(gradients):
         assert torch.equal(gradients[True, 0][name], gradients[True, 1][name])
 
 
+@pytest.mark.full
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(config, tmp_path):
     """The run has two micro-batches per step, so gradients stay in DDP's buckets."""
     settings = (IN_BF16, "data.micro_batch_size=3", "train.steps=24")

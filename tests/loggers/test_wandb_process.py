@@ -209,7 +209,9 @@ def test_shows_a_repeatedly_killed_run_once(shards, tmp_path):
 # --- processes that die ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["wandb_process.py", "wandb-core"])
+@pytest.mark.parametrize(
+    "program", ["wandb_process.py", pytest.param("wandb-core", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
 )

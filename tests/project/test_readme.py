@@ -225,7 +225,7 @@ def write_digits(root: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
     """The code is trained on real digits that are easier to learn than the digits of the demo. Four
     epochs are enough and take a few seconds."""

@@ -64,6 +64,7 @@ def found(s3: S3Server, bucket: str) -> dict[str, str]:
     return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
 
+@pytest.mark.full
 def test_a_store_equals_a_folder_after_any_kill(s3, images, local, tmp_path):
     bucket = s3.new_bucket()
     moments = random.Random(0)

@@ -128,7 +128,9 @@ def test_a_hundred_honest_audits_raise_no_alarm(tmp_path, shards, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plant", "step"), [(flip_weight, 8), (double_rate, 8)])
+@pytest.mark.parametrize(
+    ("plant", "step"), [(flip_weight, 8), pytest.param(double_rate, 8, marks=pytest.mark.full)]
+)
 def test_a_change_during_training_is_found_with_its_step(place, tmp_path, capsys, plant, step):
     """The loss of the next step is the first that a changed weight affects. The changed rate is
     used one step later, and affects the loss of the step after that."""
@@ -194,7 +196,11 @@ def _place_of(path: Path, name: str) -> int:
     ("kind", "step", "change", "part", "expected"),
     [
         ("train", 8, lambda line: line["losses"].__setitem__(0, 1.5), "steps 7 to 9", (7, "loss")),
-        ("train", 8, lambda line: line.update(loss=0.5), "steps 7 to 9", (8, "train line: loss")),
+        pytest.param(
+            *("train", 8, lambda line: line.update(loss=0.5)),
+            *("steps 7 to 9", (8, "train line: loss")),
+            marks=pytest.mark.full,
+        ),
         ("eval", 6, lambda line: line.update(top1_ema=99.5), "steps 4 to 6", (6, "eval line")),
         ("epoch", 5, lambda line: line.update(sample_checksum="0"), "steps 4 to 6", (5, "epoch")),
     ],

@@ -95,7 +95,7 @@ print(status("VmHWM") - before)
             *("fp32", "block", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
             marks=pytest.mark.full,
         ),
-        ("bf16", 2, {}),
+        pytest.param("bf16", 2, {}, marks=pytest.mark.full),
         ("fp32", "none", {"drop_path_rate": 0.5, "drop_path_form": "subset"}),
     ],
 )

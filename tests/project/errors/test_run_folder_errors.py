@@ -172,7 +172,7 @@ def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> Non
         assert f"resumed at step {newest[1]['step']} of" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, shards):
     place = Place(tmp_path, shards, Path())
     fill_the_disk_meanwhile(place, leave_kib=100, ranks=2)

@@ -96,8 +96,8 @@ def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
     assert next(stream, None) is None
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 64])
-@pytest.mark.parametrize("first", [1, 4, 100])
+@pytest.mark.parametrize("limit", [0, 1, 5, 64])
+@pytest.mark.parametrize("first", [1, 100])
 def test_the_largest_size_is_found_from_any_first_size(limit, first, step, config):
     """The simulated GPU raises the CUDA allocator's error if a micro-batch has more than `limit`
     rows."""

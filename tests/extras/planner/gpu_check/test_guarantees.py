@@ -95,6 +95,7 @@ def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
 SMALL_LEVERS = ("model.name=vit_ti16", "model.depth=2", "model.image_size=32")
 
 
+@pytest.mark.full
 def test_each_lever_has_a_line_and_missing_kernels_are_not_failures(monkeypatch):
     captured = partial(compiling.compile_blocks, backend=lambda graph, inputs, **_: graph)
     monkeypatch.setattr(compiling, "compile_blocks", captured)
