@@ -3,11 +3,11 @@
     python -m data_prep.digits --out data/digits
     python benchmarks/convergence.py --data data/digits --work build/convergence
 
-Both programs read the same shards with the same settings: `configs/demo.yaml` with RandAugment,
-MixUp and drop path (`SETTINGS`), overridden by the command line. Initial weights, order, crops and
-mixing come from each program's own random numbers. The plain loop (`timm_loop.py`) uses timm's
-model, transforms, Mixup, loss, optimizer and schedule, and torch's DataLoader. This project also
-initializes weights by timm's rule (`model.weight_init`).
+Both programs read the same shards with the same settings: `inputs/digits_adamw.yaml` with
+RandAugment, MixUp and drop path (`SETTINGS`), overridden by the command line. Initial weights,
+order, crops and mixing come from each program's own random numbers. The plain loop (`timm_loop.py`)
+uses timm's model, transforms, Mixup, loss, optimizer and schedule, and torch's DataLoader. This
+project also initializes weights by timm's rule (`model.weight_init`).
 
 Each training is a separate process with one thread and no workers. The programs alternate, seed by
 seed. Images per second of CPU time include evaluations but exclude imports. Run the same command
@@ -46,7 +46,7 @@ from vit.config.schema import Config
 from vit.system.drawing import BLUE, GREY, ORANGE, drawing
 
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "demo.yaml"
+CONFIG = ROOT / "benchmarks" / "inputs" / "digits_adamw.yaml"
 SETTINGS = (
     "model.embed_dim=64",
     "model.depth=3",
@@ -58,7 +58,6 @@ SETTINGS = (
     "augment.randaugment_magnitude=7",
     "augment.mixup_alpha=0.2",
     "augment.mix_group_size=64",
-    "optim.name=adamw",
     "optim.lr=2e-3",
     "schedule.warmup_lr=1e-6",
     "schedule.warmup_epochs=1",
@@ -94,7 +93,8 @@ def main() -> None:
     report = {
         "machine": machine(args.work, ["torch", "torchvision", "timm", "pillow"]),
         "data": f"{args.data.name}: {' '.join([*SETTINGS, *args.overrides])} over"
-        f" configs/demo.yaml; one thread, no workers, trainings in turn, seed by seed.",
+        f" benchmarks/inputs/digits_adamw.yaml; one thread, no workers, trainings in turn, seed by"
+        " seed.",
         "rounds": args.seeds,
         "load": load,
         "trainings": {name: [asdict(t.figures) for t in all_] for name, all_ in done.items()},

@@ -43,8 +43,6 @@ SMALL = (
     f"data.micro_batch_size={LEAF_ROWS}",
     "loader.num_workers=0",
     "train.device=cpu",
-    "optim.name=adamw",
-    "optim.lr=1e-3",
     "schedule.warmup_epochs=1",
     "train.epochs=null",
     f"train.steps={STEPS}",
@@ -95,8 +93,8 @@ def main() -> None:
                     runs_by_ranks.setdefault(ranks, {}).setdefault(name, []).append(training)
     report = {
         "machine": about,
-        "data": f"{' '.join([*SMALL, *args.overrides])} over configs/demo.yaml, {batch} images per"
-        f" step in micro-batches of {LEAF_ROWS}.",
+        "data": f"{' '.join([*SMALL, *args.overrides])} over benchmarks/inputs/digits_adamw.yaml,"
+        f" {batch} images per step in micro-batches of {LEAF_ROWS}.",
         "rounds": args.rounds,
         "load": load,
         "runs": {
@@ -155,7 +153,7 @@ def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Train
             f"--nproc_per_node={ranks}",
             "launch/train.py",
             "--config",
-            "configs/demo.yaml",
+            "benchmarks/inputs/digits_adamw.yaml",
             *settings,
             f"run.dir={run_dir}",
         ],

@@ -69,9 +69,10 @@ def plant(source: Path, out: Path, rate: float, seed: int) -> NDArray[np.bool_]:
 
 
 def train(root: Path, run_dir: Path, overrides: list[str]) -> None:
-    """Train the demo's model unless the run is already finished."""
+    """Train the demo's model with AdamW unless the run is already finished."""
     line = [sys.executable, str(ROOT / "launch" / "train.py"), "--config"]
-    line += [str(ROOT / "configs" / "demo.yaml"), f"data.root={root}", f"run.dir={run_dir}"]
+    line += [str(ROOT / "benchmarks" / "inputs" / "digits_adamw.yaml")]
+    line += [f"data.root={root}", f"run.dir={run_dir}"]
     line += ["log.wandb=off", "log.report=false", *overrides]
     subprocess.run(line, check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
 

@@ -3,12 +3,12 @@
     python -m data_prep.digits --out data/digits
     python benchmarks/pairs.py --data data/digits --work build/pairs
 
-Both sides of a pair use the same small ViT (`configs/demo.yaml` with `SETTINGS`) and differ only in
-the technique (`ARMS`). All learning rates are tuned with the same budget. Each rate in an arm's
-grid is tried once and scored on a fifth of the *training* originals, which that training does not
-see (`TUNING_SEED`). The comparison then trains on all training images with other seeds, and uses
-the evaluation images only at the end. Drop path and averaging use the learning rate of the arm that
-they modify.
+Both sides of a pair use the same small ViT (`inputs/digits_adamw.yaml` with `SETTINGS`) and differ
+only in the technique (`ARMS`). All learning rates are tuned with the same budget. Each rate in an
+arm's grid is tried once and scored on a fifth of the *training* originals, which that training does
+not see (`TUNING_SEED`). The comparison then trains on all training images with other seeds, and
+uses the evaluation images only at the end. Drop path and averaging use the learning rate of the arm
+that they modify.
 
 The interval treats both seeds and originals as random (`trainings.difference`). Run the same
 command again to resume an interrupted comparison.
@@ -43,7 +43,7 @@ from vit.data.shards.data_set import open_split
 from vit.system.drawing import BLUE, GREY, drawing
 
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "demo.yaml"
+CONFIG = ROOT / "benchmarks" / "inputs" / "digits_adamw.yaml"
 SETTINGS = (
     "model.embed_dim=64",
     "model.depth=2",
@@ -77,7 +77,7 @@ class Pair(NamedTuple):
 
 
 ARMS = {
-    "AdamW": Arm(("optim.name=adamw",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
+    "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     # The bias to which the sigmoids of ten classes converge, like big_vision's bias for a thousand
     # classes. Without this bias, such short runs learn little else.
@@ -85,8 +85,7 @@ ARMS = {
         ("optim.name=lamb", "loss.name=bce", "model.init_head_bias=-2.2"), (1e-2, 2e-2, 4e-2, 8e-2)
     ),
     "constant drop path": Arm(
-        ("optim.name=adamw", "model.drop_path_rate=0.1", "model.drop_path_schedule=constant"),
-        like="AdamW",
+        ("model.drop_path_rate=0.1", "model.drop_path_schedule=constant"), like="AdamW"
     ),
 }
 PAIRS = (
@@ -172,7 +171,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "machine": machine(args.work, ["torch", "timm"]),
         "data": f"{args.data.name}: {' '.join([*SETTINGS, *args.overrides])} over"
-        " configs/demo.yaml, one thread, no workers.",
+        " benchmarks/inputs/digits_adamw.yaml, one thread, no workers.",
         "rounds": args.seeds,
         "load": load,
         "tuned": tuned,
