@@ -51,6 +51,7 @@ SMALL = re.search(r"to training commands `([^`]+)`", PAGE)[1].split()
 NEEDS = (
     ("data/digits", "E1"),
     ("configs/demo.yaml", "E1"),
+    ("inputs/digits_adamw.yaml", "E1"),
     ("runs/demo", "S2"),
     ("configs/small/mnist.yaml", "S3"),
     ("runs/small_mnist", "M6"),
@@ -193,6 +194,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
     files."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     (folder / "photo.jpg").write_bytes(image(0, 0))
     digits = digits_as_mnist()
     small_cifar = cifar.KINDS[10]
