@@ -126,7 +126,7 @@ class Bench:
         self.work.mkdir(parents=True, exist_ok=True)
         exclude = self.work / "held_out.txt"
         exclude.write_text("\n".join(keys) + "\n")
-        further = (f"data.exclude={exclude}", "data.val_split=train")
+        further = (f"data.exclude={exclude}", "eval.sets={held_out: {split: train}}")
         top1s: dict[str, dict[float, float]] = {}
         for name, arm in ARMS.items():
             for lr in arm.lrs:

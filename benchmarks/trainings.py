@@ -90,14 +90,15 @@ class Training(NamedTuple):
 
 
 def ours(config: Config) -> Outcome:
-    """Train in this process with this project's loop."""
+    """Train in this process with this project's loop, and evaluate on the last set."""
     world = join_world(config.train.device)
     run = build_run(config, world)
     if train(run) != "finished":
         raise SystemExit(1)  # A signal stopped the run. The same command resumes it.
-    results = run.evaluators[0].evaluate(run.models())["val"]
-    run.evaluators[0].close()
-    labels = np.load(run.folder / "predictions.npz")["labels"]
+    evaluator = run.evaluators[-1]
+    [results] = evaluator.evaluate(run.models()).values()
+    evaluator.close()
+    labels = evaluator.split.index["label"]
     right = {name: result.predictions.numpy() == labels for name, result in results.items()}
     record = run.folder / "metrics.jsonl"
     lines = [line for line in read_metrics(record) if line["kind"] == "eval"]
