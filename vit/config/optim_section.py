@@ -98,8 +98,8 @@ class NAdamWConfig(OptimizerConfig):
 
 class MuonConfig(OptimizerConfig):
     """Muon (Jordan et al. 2024) or AdaMuon (arXiv 2507.11005) for matrices, as timm has them; for
-    all others AdamW, or NAdamW with `nesterov`. The iterations run in bf16 on GPUs, and in fp32 on
-    CPUs."""
+    all others AdamW, or NAdamW with `nesterov`. Newton-Schulz iterations run in bf16 on GPUs and in
+    fp32 on CPUs."""
 
     name: Literal["muon"]
     """The optimizer."""
