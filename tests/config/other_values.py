@@ -154,7 +154,6 @@ VALUES: dict[str, Any] = {
     "optim.momentum": 0.5,
     "optim.nesterov": True,
     "optim.matrices": "timm",
-    "optim.algo": "adamuon",
     "optim.ns_steps": 2,
     "optim.ns_coefficients": "original",
     "optim.adjust_lr_fn": "rms_to_rms",
@@ -274,9 +273,8 @@ def _parsed(word: str) -> Any:
     return {"null": None, "true": True, "false": False, "1": 1}.get(word, word)
 
 
-def optimizer_of(setting: Setting) -> str:
-    (name,) = get_args(setting.kind.model_fields["name"].annotation)
-    return str(name)
+def optimizers_of(setting: Setting) -> tuple[str, ...]:
+    return get_args(setting.kind.model_fields["name"].annotation)
 
 
 def _holds(value: Any, sign: str, allowed: list[str]) -> bool:
@@ -288,7 +286,7 @@ def _holds(value: Any, sign: str, allowed: list[str]) -> bool:
 def beside(setting: Setting) -> dict[str, Any]:
     chosen = dict(BESIDE.get(setting.key, {}))
     if setting.kind not in FIRST and setting.key != "optim.name":
-        chosen["optim.name"] = optimizer_of(setting)
+        chosen["optim.name"] = optimizers_of(setting)[0]
     for needed in setting.needs:
         key, sign, allowed = _conditions(needed, setting)[0]
         partner = _find(key, setting.kind)
@@ -306,7 +304,7 @@ def changed(setting: Setting) -> dict[str, Any]:
     pairs = [[f"{section}.{name}" for name in pair] for section, *pair in EXCLUSIVE]
     excluded = [other for pair in pairs if key in pair for other in pair]
     is_name = key == "optim.name" and setting.kind not in FIRST
-    value = optimizer_of(setting) if is_name else VALUES[key]
+    value = optimizers_of(setting)[-1] if is_name else VALUES[key]
     return dict.fromkeys(excluded) | TOGETHER.get(key, {}) | {key: value}
 
 

@@ -191,9 +191,9 @@ def test_a_stage_has_an_epoch_and_a_size(problems, element, problem):
             "run.yaml:6: augment.crop_ratio is [2.0, 0.5]: the first must not exceed the second",
         ),
         (
-            "optim: {name: muon, algo: adamuon, adjust_lr_fn: original}\n",
+            "optim: {name: adamuon, adjust_lr_fn: original}\n",
             (
-                "run.yaml:5: optim.adjust_lr_fn=original needs optim.algo=muon: use match_rms_adamw"
+                "run.yaml:5: optim.adjust_lr_fn=original needs optim.name=muon: use match_rms_adamw"
                 " or rms_to_rms"
             ),
         ),

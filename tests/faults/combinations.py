@@ -28,7 +28,7 @@ OPTIONS: Choices = {
         ("optim.name=nadamw",),
         ("optim.name=muon",),
         ("optim.name=muon", "optim.nesterov=true", "optim.matrices=timm"),
-        ("optim.name=muon", "optim.algo=adamuon"),
+        ("optim.name=adamuon",),
         ("optim.name=adafactorbv", "optim.min_dim_size_to_factor=8"),
         ("optim.name=adafactorbv", "optim.momentum_dtype=float32"),
     ],

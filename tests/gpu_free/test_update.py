@@ -51,7 +51,7 @@ OPTIMIZERS = {
     "lamb": LambConfig(name="lamb"),
     "nadamw": NAdamWConfig(name="nadamw"),
     "muon": MuonConfig(name="muon", layer_decay=0.9),
-    "adamuon": MuonConfig(name="muon", algo="adamuon", nesterov=True),
+    "adamuon": MuonConfig(name="adamuon", nesterov=True),
     "adafactorbv": AdafactorConfig(name="adafactorbv"),
 }
 FIELDS = {"embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.1}

@@ -38,7 +38,7 @@ OF_LIBRARIES = {
     "nmuon": MuonConfig(
         name="muon", nesterov=True, ns_coefficients="original", adjust_lr_fn="original", **BOTH
     ),
-    "adamuon": MuonConfig(name="muon", algo="adamuon", **BOTH),
+    "adamuon": MuonConfig(name="adamuon", **BOTH),
     "adafactorbv": AdafactorConfig(name="adafactorbv", min_dim_size_to_factor=6, **BOTH),
     "adafactorbv in fp32": AdafactorConfig(
         name="adafactorbv", momentum_dtype="float32", clipping_threshold=0.5, **BOTH
@@ -271,9 +271,9 @@ def of_the_library(model: nn.Module, config) -> list[torch.optim.Optimizer]:
         return [timm.optim.Lamb(groups, max_grad_norm=None, **common)]
     if isinstance(config, NAdamWConfig):
         return [timm.optim.NAdamW(groups, **common)]
-    names = {"nesterov", "ns_coefficients", "adjust_lr_fn", "fallback_lr_scale", "algo"}
+    names = {"nesterov", "ns_coefficients", "adjust_lr_fn", "fallback_lr_scale"}
     options = {name: getattr(config, name) for name in names}
-    return [timm.optim.Muon(groups, **common, **options)]
+    return [timm.optim.Muon(groups, algo=config.name, **common, **options)]
 
 
 @each_config

@@ -5,7 +5,7 @@ import pytest
 from processes import final_state, train, write_config
 
 RUNS = {
-    "muon": ["optim.name=muon", "optim.algo=adamuon", "optim.layer_decay=0.7"],
+    "adamuon": ["optim.name=adamuon", "optim.layer_decay=0.7"],
     "adafactorbv": ["optim.name=adafactorbv", "optim.min_dim_size_to_factor=8"],
     "lamb": ["optim.name=lamb", "optim.no_weight_decay=norms"],
     "nadamw": ["optim.name=nadamw"],

@@ -114,8 +114,8 @@ def _training_rules(config: Config) -> Rules:
         rules |= {both: num_given == 2, neither: num_given == 0 and name == "train"}
     optim = config.optim
     return rules | {
-        "optim.adjust_lr_fn=original needs optim.algo=muon: use match_rms_adamw or rms_to_rms": (
-            optim.name == "muon" and optim.algo == "adamuon" and optim.adjust_lr_fn == "original"
+        "optim.adjust_lr_fn=original needs optim.name=muon: use match_rms_adamw or rms_to_rms": (
+            optim.name == "adamuon" and optim.adjust_lr_fn == "original"
         ),
         "train.exact_over_ranks needs an exact order of samples, but stream.urls has none:"
         " set stream.urls=null": (config.train.exact_over_ranks and config.stream.urls is not None),

@@ -15,7 +15,8 @@ def sections() -> dict[str, list[type[Section]]]:
     classes: dict[str, list[type[Section]]] = {}
     for name, field in Config.model_fields.items():
         members = [get_args(member)[0] for member in get_args(field.annotation)]
-        classes[name] = members or [cast(type[Section], field.annotation)]
+        # Muon and AdaMuon have the same class.
+        classes[name] = list(dict.fromkeys(members)) or [cast(type[Section], field.annotation)]
     return classes
 
 

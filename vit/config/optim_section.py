@@ -97,17 +97,15 @@ class NAdamWConfig(OptimizerConfig):
 
 
 class MuonConfig(OptimizerConfig):
-    """Muon (Jordan et al. 2024) or AdaMuon (arXiv 2507.11005) for matrices, as timm has them; for
-    all others AdamW, or NAdamW with `nesterov`. Newton-Schulz iterations run in bf16 on GPUs and in
-    fp32 on CPUs."""
+    """Muon (Jordan et al. 2024) or AdaMuon (arXiv 2507.11005), which scales each element of the
+    orthogonal update by its second moment, for matrices, as timm has them; for all others AdamW, or
+    NAdamW with `nesterov`. Newton-Schulz iterations run in bf16 on GPUs and in fp32 on CPUs."""
 
-    name: Literal["muon"]
+    name: Literal["muon", "adamuon"]
     """The optimizer."""
     matrices: Literal["blocks", "timm"] = "blocks"
     """Parameters that are treated as matrices: the linear maps of the blocks (Jordan et al.); or
     also patch embedding and head (timm)."""
-    algo: Literal["muon", "adamuon"] = "muon"
-    """`adamuon` scales each element of the orthogonal update by its second moment."""
     momentum: Rate = 0.95
     """Decay rate of the matrices' momentum."""
     nesterov: bool = False
@@ -164,6 +162,7 @@ OptimConfig = Annotated[
     | Annotated[LambConfig, Tag("lamb")]
     | Annotated[NAdamWConfig, Tag("nadamw")]
     | Annotated[MuonConfig, Tag("muon")]
+    | Annotated[MuonConfig, Tag("adamuon")]
     | Annotated[AdafactorConfig, Tag("adafactorbv")],
     Discriminator(optimizer_name),
 ]

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -55,7 +55,7 @@ def settings() -> dict[str, Setting]:
             for name, field in cls.model_fields.items():
                 key = f"{section}.{name}"
                 content = schema["properties"][name]
-                if "const" in content:  # `optim.name`, which selects the class
+                if name == "name" and union_tags(section):  # `optim.name`, which selects the class
                     content = {"enum": union_tags(section), "default": union_tags(section)[0]}
                 groups = [each for each in field.metadata if isinstance(each, OnlyWith)]
                 described = Setting(
@@ -68,7 +68,7 @@ def settings() -> dict[str, Setting]:
                 )
                 first = every.setdefault(key, described)
                 if described.default != first.default.partition(" (")[0]:
-                    optimizer = schema["properties"]["name"]["const"]
+                    optimizer = " or ".join(get_args(cls.model_fields["name"].annotation))
                     default = f"{first.default} ({optimizer}: {described.default})"
                     every[key] = replace(first, default=default)
     return every

@@ -55,7 +55,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             groups.setdefault(key, []).append(parameter)
     if is_matrix is not None and not any(uses_muon for _, uses_muon, _ in groups):
         raise ValueError(
-            "optim.name=muon: the trained parameters contain no matrices for Muon: set"
+            f"optim.name={config.name}: the trained parameters contain no matrices for Muon: set"
             " optim.matrices=timm, or use another optim.name"
         )
     torch_groups = []

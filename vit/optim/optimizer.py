@@ -143,7 +143,7 @@ def _muon(groups: Groups, config: MuonConfig) -> torch.optim.Optimizer:
         Muon(
             groups,
             lr=config.lr,
-            algo=config.algo,
+            algo=config.name,
             momentum=config.momentum,
             nesterov=config.nesterov,
             ns_steps=config.ns_steps,
@@ -229,7 +229,7 @@ def _muon_state(parameter: Tensor, config: MuonConfig, group: dict[str, Any]) ->
     if not group["use_muon"]:
         return _moments(parameter, config, group)
     state = {"momentum_buffer": _zeros_like(parameter)}
-    if config.algo == "adamuon":
+    if config.name == "adamuon":
         state["step"] = torch.zeros((), device=parameter.device)
         state["exp_avg_sq"] = _zeros_like(parameter)
     return state

@@ -15,6 +15,7 @@ _ADAMW = {"optim.name": "adamw"}
 _LAMB = {"optim.name": "lamb"}
 _NESTEROV = {"optim.name": "sgd", "optim.nesterov": True}
 _MUON = {"optim.name": "muon", "optim.matrices": "timm"}
+_ADAMUON = {"optim.name": "adamuon", "optim.matrices": "timm"}
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": _ADAMW,  # `map_optimizer` handles differences in weight decay
     "adamw": _ADAMW,
@@ -25,16 +26,16 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "nadamw": {"optim.name": "nadamw"},
     "muon": _MUON,
     "nmuon": {**_MUON, "optim.nesterov": True},
-    "adamuon": {**_MUON, "optim.algo": "adamuon"},
-    "nadamuon": {**_MUON, "optim.algo": "adamuon", "optim.nesterov": True},
+    "adamuon": _ADAMUON,
+    "nadamuon": {**_ADAMUON, "optim.nesterov": True},
     "adafactorbv": {"optim.name": "adafactorbv", "optim.min_dim_size_to_factor": 16},
     "sgd": _NESTEROV,
     "nesterov": _NESTEROV,
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
 """Maps timm's optimizer names to settings of this project."""
-_BETAS = {"muon": (0.9, 0.95)}
-_EPS = {"lamb": 1e-6, "muon": 1e-7}
+_BETAS = {"muon": (0.9, 0.95), "adamuon": (0.9, 0.95)}
+_EPS = {"lamb": 1e-6, "muon": 1e-7, "adamuon": 1e-7}
 """The default epsilons of timm's optimizers that differ from AdamW's, by this project's name."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
@@ -242,7 +243,7 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> N
         reading.same("opt_eps")
     else:
         reading.cannot("opt_eps", "Adafactor's epsilon: replaced by its default")
-    if ours in ("sgd", "muon", "adafactorbv"):
+    if ours in ("sgd", "muon", "adamuon", "adafactorbv"):
         reading.same("momentum", {"optim.momentum": args["momentum"]})
     else:
         reading.inert("momentum", f"{name} uses betas")
