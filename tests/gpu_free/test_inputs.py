@@ -18,9 +18,7 @@ SETTINGS = {
     **POLICIES,
     "plain": AugmentConfig(hflip_prob=0.0),
     "crops": AugmentConfig(crop_scale=(0.5, 1.0), crop_ratio=(1.0, 1.0)),
-    "strengths": AugmentConfig(
-        randaugment_layers=3, randaugment_magnitude=5.0, randaugment_magnitude_std=1.0
-    ),
+    "strengths": AugmentConfig(randaugment_layers=3, randaugment_magnitude=5.0, magnitude_std=1.0),
     "erasing": AugmentConfig(
         erasing_prob=1.0, erasing_area=(0.1, 0.2), erasing_aspect=(1.0, 2.0), erasing_mode="rand"
     ),

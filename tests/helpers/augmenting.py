@@ -25,7 +25,7 @@ POLICIES = {
         randaugment_layers=2, randaugment_ops="big_vision", mixup_alpha=0.2, mixup_mode="elem"
     ),
     "deit3": DEIT3.model_copy(update={"mixup_alpha": 0.8, "cutmix_alpha": 1.0}),
-    "auto_augment": AugmentConfig(auto_augment="v0", auto_augment_magnitude_std=0.5),
+    "auto_augment": AugmentConfig(auto_augment="v0", magnitude_std=0.5),
     "jitter": AugmentConfig(
         color_jitter=(0.4, 0.4, 0.4, 0.1),
         erasing_prob=0.5,

@@ -37,7 +37,7 @@ MAE_TABLE_11 = {
     "train.epochs": 300,
     "augment.randaugment_layers": 2,
     "augment.randaugment_magnitude": 9,
-    "augment.randaugment_magnitude_std": 0.5,
+    "augment.magnitude_std": 0.5,
     "loss.label_smoothing": 0.1,
     "augment.mixup_alpha": 0.8,
     "augment.cutmix_alpha": 1.0,
@@ -65,7 +65,7 @@ DEIT3_FINETUNE_384 = {
     "ema.decay": None,  # main.py computes averaged weights, but never evaluates them
     "augment.randaugment_layers": 2,  # --aa rand-m9-mstd0.5-inc1
     "augment.randaugment_magnitude": 9,
-    "augment.randaugment_magnitude_std": 0.5,
+    "augment.magnitude_std": 0.5,
     "augment.crop_scale": [0.08, 1.0],
     "augment.hflip_prob": 0.5,
     "augment.mixup_alpha": 0.8,  # --mixup .8

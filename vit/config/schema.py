@@ -377,23 +377,20 @@ class AugmentConfig(Section):
     )
     """RandAugment strength on the scale of `randaugment_ops`: timm 0 to 10, torchvision integers
     from 0 to 30, big_vision 0 to 20."""
-    randaugment_magnitude_std: Annotated[
+    magnitude_std: Annotated[
         Annotated[float, Field(ge=0)] | None,
-        OnlyWith("randaugment_layers"),
-        OnlyWith("randaugment_ops=timm|timm_inc0"),
+        OnlyWith("randaugment_layers", "auto_augment=original|originalr|v0|v0r"),
+        OnlyWith("randaugment_ops=timm|timm_inc0", "auto_augment=original|originalr|v0|v0r"),
     ] = None
-    """Standard deviation of the strength across operations; `None`: 0.5 with timm's operations, 0
-    with the others."""
+    """Standard deviation of the strength across the operations of timm's RandAugment and
+    AutoAugment (`original-mstd0.5`). `None`: 0.5 with timm's RandAugment operations, 0 with all
+    others."""
     auto_augment: (
         Literal["ta_wide", "imagenet", "cifar10", "svhn", "original", "originalr", "v0", "v0r"]
         | None
     ) = None
     """In place of RandAugment: torchvision's TrivialAugment (`ta_wide`) or AutoAugment (`imagenet`,
     `cifar10`, `svhn`); timm's AutoAugment (`original`, `originalr`, `v0`, `v0r`). `None`: off."""
-    auto_augment_magnitude_std: Annotated[
-        float, Field(ge=0), OnlyWith("auto_augment=original|originalr|v0|v0r")
-    ] = 0.0
-    """Standard deviation of the strength of timm's AutoAugment (`original-mstd0.5`)."""
     three_augment: bool = False
     """3-Augment (DeiT III): grayscale, solarize or Gaussian blur for each image, in place of
     RandAugment."""

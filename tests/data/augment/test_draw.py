@@ -63,9 +63,7 @@ def test_images_flip_with_their_probability(prob):
 
 
 def test_operations_are_drawn_as_in_timm():
-    config = AugmentConfig(
-        randaugment_layers=2, randaugment_magnitude=5.0, randaugment_magnitude_std=0.5
-    )
+    config = AugmentConfig(randaugment_layers=2, randaugment_magnitude=5.0, magnitude_std=0.5)
     table = table_of(config, 20_000)
     for ops, strengths in (
         (table[:, FIRST_OP], table[:, FIRST_OP + 1]),
@@ -85,9 +83,7 @@ def test_operations_are_drawn_as_in_timm():
 
 @pytest.mark.parametrize(("magnitude", "limit"), [(9.9, 10.0), (0.1, 0.0)])
 def test_strengths_are_clipped_to_the_scale_of_timm(magnitude, limit):
-    config = AugmentConfig(
-        randaugment_layers=1, randaugment_magnitude=magnitude, randaugment_magnitude_std=0.2
-    )
+    config = AugmentConfig(randaugment_layers=1, randaugment_magnitude=magnitude, magnitude_std=0.2)
     strengths = np.abs(table_of(config, 4000)[:, FIRST_OP + 1])
     assert ((strengths >= 0) & (strengths <= 10)).all()
     assert abs((strengths == limit).mean() - scipy.stats.norm.sf(0.5)) < 0.03, (
@@ -165,7 +161,7 @@ def test_policies_are_drawn_as_often_as_in_their_source(name):
 
 def test_strengths_of_timm_policies_vary_around_those_in_the_table():
     exact = table_of(AugmentConfig(auto_augment="v0"), 20_000)
-    config = AugmentConfig(auto_augment="v0", auto_augment_magnitude_std=0.5)
+    config = AugmentConfig(auto_augment="v0", magnitude_std=0.5)
     varied = table_of(config, 20_000)
     for column in (FIRST_OP, FIRST_OP + 2):
         assert np.array_equal(exact[:, column], varied[:, column]), (

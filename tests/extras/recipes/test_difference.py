@@ -117,7 +117,7 @@ def test_the_source_of_an_ablation_is_quoted_only_for_its_own_comparison():
     assert by_key["optim.name"].text == ""
     (without,) = compare(with_(), with_("model.drop_path_rate=0"))
     assert without.kind == "known"
-    assert not compare(with_(), with_("augment.randaugment_magnitude_std=0.5"))
+    assert not compare(with_(), with_("augment.magnitude_std=0.5"))
     ends = in_words(with_(), with_("schedule.min_lr=0.0016"), ("a", "b"))
     assert "at most 100 % of the larger peak (100 % into the run)" in " ".join(ends.split())
 

@@ -218,7 +218,7 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
     strength = np.full(len(keys), config.randaugment_magnitude)
     place: list[NDArray] = []
     if config.randaugment_ops in ("timm", "timm_inc0"):
-        std = config.randaugment_magnitude_std
+        std = config.magnitude_std
         if std is None:
             std = 0.5
         strength = np.clip(strength + std * _normal(u1, u2), 0.0, 10.0)
@@ -248,7 +248,7 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
     drawn: list[list[NDArray]] = []
     for slot in range(2):
         applied, negated, u1, u2 = (uniform(keys, _AUTO_AUGMENT, 3, slot, i) for i in range(4))
-        noise = config.auto_augment_magnitude_std * _normal(u1, u2)
+        noise = (config.magnitude_std or 0.0) * _normal(u1, u2)
         strength = np.clip(pairs.strengths[pair, slot] + noise, 0.0, 10.0)
         op = np.where(applied < pairs.probs[pair, slot], pairs.ops[pair, slot], -1)
         drawn.append([op, np.where(negated < 0.5, -strength, strength)])

@@ -84,7 +84,8 @@ def compare(first: Config, second: Config) -> list[Difference]:
 def _implied_values(config: Config) -> dict[str, Any]:
     """Return the values that null settings take, given the model name and the augmentation."""
     is_timms = config.augment.randaugment_ops.startswith("timm")
-    implied: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
+    std = 0.5 if is_timms and config.augment.auto_augment is None else 0.0
+    implied: dict[str, Any] = {"augment.magnitude_std": std}
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
     if size is None:
         return implied

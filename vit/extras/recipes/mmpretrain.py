@@ -288,7 +288,7 @@ def _map_operation(reading: ConfigReading, item: str) -> None:
         settings = {
             "augment.randaugment_layers": reading.args[f"{item}.num_policies"],
             "augment.randaugment_magnitude": float(reading.args[f"{item}.magnitude_level"]),
-            "augment.randaugment_magnitude_std": reading.get(f"{item}.magnitude_std", 0.0),
+            "augment.magnitude_std": reading.get(f"{item}.magnitude_std", 0.0),
         }
         text = "this project warps bilinearly, MMPretrain bicubically: no known effect on accuracy"
         reading.differs(names, text, settings)

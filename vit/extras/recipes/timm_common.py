@@ -106,7 +106,7 @@ def map_policy(reading: Reading, interpolation: str) -> None:
     if is_auto:
         settings: dict[str, Any] = {"augment.auto_augment": first}
         if numbers:
-            settings["augment.auto_augment_magnitude_std"] = float(numbers[0][1])
+            settings["augment.magnitude_std"] = float(numbers[0][1])
         problems: list[str] = []
     else:
         settings, problems = _randaugment(numbers)
@@ -132,7 +132,7 @@ def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[s
         "augment.randaugment_layers": 2,
         "augment.randaugment_ops": "timm_inc0",
         "augment.randaugment_magnitude": 10.0,
-        "augment.randaugment_magnitude_std": 0.0,
+        "augment.magnitude_std": 0.0,
     }
     problems = []
     for name, number in numbers:
@@ -141,7 +141,7 @@ def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[s
         elif name == "n":
             settings["augment.randaugment_layers"] = int(number)
         elif name == "mstd" and float(number) <= 100:
-            settings["augment.randaugment_magnitude_std"] = float(number)
+            settings["augment.magnitude_std"] = float(number)
         elif name == "mstd":
             problems.append("a strength drawn uniformly from 0 to its value (mstd above 100)")
         elif name == "inc":
