@@ -185,8 +185,6 @@ VALUES: dict[str, Any] = {
     "train.activation_checkpointing": "block",
     "ema.decay": 0.9,
     "ema.warmup": True,
-    "ema.warmup_power": 0.75,
-    "ema.warmup_gamma": 3.0,
     "ema.every_steps": 2,
     "ema.after_epochs": 0.5,
     "train.max_skipped_steps": 3,

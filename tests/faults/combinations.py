@@ -49,7 +49,7 @@ OPTIONS: Choices = {
     "average": [
         ("ema.decay=0.9",),
         ("ema.decay=0.9", "ema.warmup=true"),
-        ("ema.decay=0.9", "ema.warmup=true", "ema.warmup_power=0.75"),
+        ("ema.decay=0.9", "ema.warmup=0.75"),
         ("ema.decay=0.9", "ema.every_steps=3"),
         ("ema.decay=0.9", "ema.after_epochs=1"),
     ],

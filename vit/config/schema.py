@@ -495,14 +495,11 @@ class EmaConfig(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay per update of the exponential moving average (EMA) of the weights; `None`: no
     average."""
-    warmup: Annotated[bool, OnlyWith("decay")] = False
-    """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `decay`, so
-    that the average of a short run is not mostly the initial weights; off: a constant decay."""
-    warmup_power: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("warmup=true")] = None
-    """Power of a warm-up of the form 1 - (1 + t / `warmup_gamma`)^-power (timm's ModelEmaV3;
-    2/3 for its --model-ema-warmup, 3/4 for short runs)."""
-    warmup_gamma: Annotated[float, Field(gt=0), OnlyWith("warmup_power")] = 1.0
-    """Time scale of that warm-up in steps; a larger value makes it slower."""
+    warmup: Annotated[bool | Annotated[float, Field(gt=0)], OnlyWith("decay")] = False
+    """Let the decay grow over steps t until it reaches `decay`, so that the average of a short run
+    is not mostly the initial weights. `true`: as (1 + t) / (10 + t); a number p: as 1 - (1 + t)^-p
+    (timm's ModelEmaV3; 2/3 for its --model-ema-warmup, 3/4 for short runs); `false`: a constant
+    decay."""
     every_steps: Annotated[Positive, OnlyWith("decay")] = 1
     """Steps between two updates of the average, counted in each epoch (torchvision's
     --model-ema-steps: 32); `decay` applies once per update."""

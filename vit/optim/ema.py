@@ -25,8 +25,6 @@ def create_average(model: nn.Module, config: EmaConfig, steps_per_epoch: int) ->
         model,
         config.decay,
         config.warmup,
-        warmup_power=config.warmup_power,
-        warmup_gamma=config.warmup_gamma,
         every_steps=config.every_steps,
         after_steps=round((config.after_epochs or 0) * steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
@@ -37,7 +35,7 @@ class Ema:
     """An EMA of the weights of `model`, stored as the fp32 copy `module`.
 
     `decay` is applied at each update, as in DeiT and timm. With `warmup` the decay starts lower, as
-    in TensorFlow's ExponentialMovingAverage with `num_updates`, or, with `warmup_power`, as in
+    in TensorFlow's ExponentialMovingAverage with `num_updates` (true), or with this power, as in
     timm's ModelEmaV3 (timm/utils/model_ema.py, get_decay). The EMA is updated at every
     `every_steps`-th step of an epoch. Until `after_steps`, the EMA is a copy of the weights
     (pytorch/vision:references/classification/train.py; timm's update_after_step).
@@ -47,18 +45,14 @@ class Ema:
         self,
         model: nn.Module,
         decay: float,
-        warmup: bool = False,
+        warmup: bool | float = False,
         *,
-        warmup_power: float | None = None,
-        warmup_gamma: float = 1.0,
         every_steps: int = 1,
         after_steps: int = 0,
         steps_per_epoch: int = 1,
     ):
         self.decay = decay
         self.warmup = warmup
-        self.warmup_power = warmup_power
-        self.warmup_gamma = warmup_gamma
         self.every_steps = every_steps
         self.after_steps = after_steps
         self.steps_per_epoch = steps_per_epoch
@@ -80,18 +74,18 @@ class Ema:
     def decay_at(self, step: int) -> float:
         """Return the decay at `step`. With warmup: min(decay, (1 + t) / (10 + t)), t = step + 1.
 
-        This warmup reaches a decay of 0.9999 only after 89,989 steps. With `warmup_power`, the
-        decay is timm's: min(decay, 1 - (1 + t / gamma)^-power), t = steps since `after_steps`.
+        This warmup reaches a decay of 0.9999 only after 89,989 steps. With a power p as warmup, the
+        decay is timm's: min(decay, 1 - (1 + t)^-p), t = steps since `after_steps`.
         """
         # The stored weights are older at the first update after `after_steps`, so copy then too.
         if self.after_steps and step - self.every_steps < self.after_steps:
             return 0.0
         if not self.warmup:
             return self.decay
-        if self.warmup_power is not None:
-            passed = step - self.after_steps
-            return min(self.decay, 1.0 - (1.0 + passed / self.warmup_gamma) ** -self.warmup_power)
-        return min(self.decay, (2.0 + step) / (11.0 + step))
+        if self.warmup is True:
+            return min(self.decay, (2.0 + step) / (11.0 + step))
+        passed = step - self.after_steps
+        return min(self.decay, 1.0 - (1.0 + passed) ** -self.warmup)
 
     def first_share(self, total_steps: int) -> float:
         """Return the share of the initial weights in the EMA after `total_steps`.

@@ -31,8 +31,6 @@ _IRRELEVANT = (
     "ema.warmup",
     "ema.every_steps",
     "ema.after_epochs",
-    "ema.warmup_power",
-    "ema.warmup_gamma",
     "eval.best_by",
 )
 """The settings that change neither the trained weights nor their evaluation."""

@@ -66,8 +66,7 @@ def read(
     if not args["model_ema_warmup"]:
         reading.same("model_ema_warmup")
     elif args["model_ema"]:
-        warmup = {"ema.warmup": True, "ema.warmup_power": 2 / 3}
-        reading.same("model_ema_warmup", warmup)
+        reading.same("model_ema_warmup", {"ema.warmup": 2 / 3})
     else:
         reading.inert("model_ema_warmup", "the average is off")
     reading.same("seed", {"train.seed": args["seed"]})
