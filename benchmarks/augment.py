@@ -36,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "big_vision's RandAugment": {"randaugment_layers": 2, "randaugment_ops": "big_vision"},
     "3-Augment and jitter": {
         "crop": "simple",
-        "three_augment": True,
+        "auto_augment": "three_augment",
         "color_jitter": (0.3, 0.3, 0.3, 0.0),
     },
 }

@@ -117,7 +117,6 @@ VALUES: dict[str, Any] = {
     "augment.randaugment_magnitude": 5.0,
     "augment.magnitude_std": 2.0,
     "augment.auto_augment": "v0",
-    "augment.three_augment": True,
     "augment.color_jitter": [0.3, 0.0, 0.0, 0.0],
     "augment.erasing_prob": 0.7,
     "augment.erasing_mode": "const",

@@ -82,7 +82,7 @@ OPTIONS: Choices = {
         ("augment.randaugment_layers=2",),
         ("augment.randaugment_layers=1", "augment.randaugment_ops=torchvision"),
         ("augment.auto_augment=ta_wide", "augment.erasing_prob=0.5"),
-        ("augment.three_augment=true", "augment.crop=simple"),
+        ("augment.auto_augment=three_augment", "augment.crop=simple"),
         ("augment.color_jitter=[0.3,0.3,0.3,0.1]",),
     ],
     "repeats": [

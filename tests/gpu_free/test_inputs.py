@@ -40,7 +40,7 @@ def test_every_setting_is_tried():
 def changes_colour(config: AugmentConfig) -> bool:
     """Return whether the setting changes colors. The config rejects such settings for grayscale
     images (vit/config/checks.py)."""
-    policies = config.three_augment or config.randaugment_layers or config.auto_augment
+    policies = config.randaugment_layers or config.auto_augment
     return bool(policies or any(config.color_jitter))
 
 

@@ -13,7 +13,9 @@ from vit.data.augment.draw import draw_mix, draw_table, sample_keys
 from vit.data.augment.table import FIRST_OP, FLIP, table_layout
 
 CPU = torch.device("cpu")
-DEIT3 = AugmentConfig(crop="simple", three_augment=True, color_jitter=(0.3, 0.3, 0.3, 0.0))
+DEIT3 = AugmentConfig(
+    crop="simple", auto_augment="three_augment", color_jitter=(0.3, 0.3, 0.3, 0.0)
+)
 POLICIES = {
     "timm": AugmentConfig(
         randaugment_layers=2, mixup_alpha=0.8, cutmix_alpha=1.0, erasing_prob=0.25

@@ -278,11 +278,6 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
         " the integers from 0 to 30": ops == "torchvision" and magnitude % 1 != 0,
         f"augment.auto_augment={auto} replaces RandAugment: set augment.randaugment_layers to 0, or"
         " remove auto_augment": auto is not None and augment.randaugment_layers > 0,
-        f"augment.auto_augment={auto} replaces augment.three_augment: keep one of them": (
-            auto is not None and augment.three_augment
-        ),
-        "augment.three_augment replaces RandAugment: set augment.randaugment_layers to 0, or"
-        " three_augment to false": augment.three_augment and augment.randaugment_layers > 0,
         f"augment.mix_group_size={augment.mix_group_size} is odd, but augment.mixup_mode=pair needs"
         " pairs: use an even number": (
             augment.mixup_mode == "pair" and augment.mix_group_size % 2 == 1
@@ -309,9 +304,6 @@ def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
         ),
         f"augment.auto_augment {needs_colour}: set it to null": (
             is_grey and augment.auto_augment is not None
-        ),
-        f"augment.three_augment {needs_colour}: set it to false": (
-            is_grey and augment.three_augment
         ),
         f"augment.color_jitter {needs_colour}: set its third and fourth number, saturation and hue,"
         " to 0": is_grey and (saturation > 0 or hue > 0),

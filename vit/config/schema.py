@@ -386,14 +386,23 @@ class AugmentConfig(Section):
     AutoAugment (`original-mstd0.5`). `None`: 0.5 with timm's RandAugment operations, 0 with all
     others."""
     auto_augment: (
-        Literal["ta_wide", "imagenet", "cifar10", "svhn", "original", "originalr", "v0", "v0r"]
+        Literal[
+            "ta_wide",
+            "imagenet",
+            "cifar10",
+            "svhn",
+            "original",
+            "originalr",
+            "v0",
+            "v0r",
+            "three_augment",
+        ]
         | None
     ) = None
     """In place of RandAugment: torchvision's TrivialAugment (`ta_wide`) or AutoAugment (`imagenet`,
-    `cifar10`, `svhn`); timm's AutoAugment (`original`, `originalr`, `v0`, `v0r`). `None`: off."""
-    three_augment: bool = False
-    """3-Augment (DeiT III): grayscale, solarize or Gaussian blur for each image, in place of
-    RandAugment."""
+    `cifar10`, `svhn`); timm's AutoAugment (`original`, `originalr`, `v0`, `v0r`); or 3-Augment
+    (`three_augment`, DeiT III): grayscale, solarize or Gaussian blur for each image. `None`:
+    off."""
     color_jitter: tuple[
         Probability, Probability, Probability, Annotated[float, Field(ge=0, le=0.5)]
     ] = (0.0, 0.0, 0.0, 0.0)

@@ -41,7 +41,7 @@ def test_the_crop_of_a_sample_depends_on_the_epoch_but_not_on_the_batch():
     for config in (
         EVERYTHING,
         AugmentConfig(randaugment_layers=2),
-        AugmentConfig(three_augment=True, erasing_prob=1.0, erasing_mode="rand"),
+        AugmentConfig(auto_augment="three_augment", erasing_prob=1.0, erasing_mode="rand"),
     ):
         keys = sample_keys(1, 2, ids)
         crops, table = (

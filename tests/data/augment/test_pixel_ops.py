@@ -215,7 +215,7 @@ def test_operations_equal_big_vision(op):
 
 # --- 3-Augment and color jitter ------------------------------------------------------------------
 
-THREE = AugmentConfig(three_augment=True)
+THREE = AugmentConfig(auto_augment="three_augment")
 RADII = [
     0.1,
     0.4,

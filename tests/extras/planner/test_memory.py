@@ -260,7 +260,7 @@ def test_counted_temporaries_of_the_augmentation_agree_with_measured_ones():
 
 
 def test_the_augmentation_is_part_of_the_sum_and_grows_with_its_operations():
-    policies = ({}, {"randaugment_layers": 2}, {"three_augment": True})
+    policies = ({}, {"randaugment_layers": 2}, {"auto_augment": "three_augment"})
     few, more, most = (count(config_of(model=SMALL, augment=it), 10, 8, 8, 1) for it in policies)
     assert few.augmentation < more.augmentation < most.augmentation
     assert most.total - few.total == most.augmentation - few.augmentation

@@ -103,7 +103,7 @@ STATED: dict[str, dict] = {
         "schedule.warmup_lr": 1e-6,
         "optim.eps": 1e-8,
         "optim.clip_grad_norm": 1.0,
-        "augment.three_augment": True,
+        "augment.auto_augment": "three_augment",
         "augment.randaugment_layers": 0,
         "augment.erasing_prob": 0.0,
         "augment.color_jitter": [0.3, 0.3, 0.3, 0],

@@ -156,7 +156,7 @@ def test_a_command_with_the_same_meaning_in_all_versions_gets_no_warning(flags):
         ("rand-m9-mmax30", "cannot", {"randaugment_layers": 2}),
         ("original", "differs", {"auto_augment": "original"}),
         ("v0r-mstd0.5", "differs", {"auto_augment": "v0r", "magnitude_std": 0.5}),
-        ("3a", "same", {"three_augment": True, "color_jitter": [0.4, 0.4, 0.4, 0]}),
+        ("3a", "same", {"auto_augment": "three_augment", "color_jitter": [0.4, 0.4, 0.4, 0]}),
         ("augmix-m5", "cannot", {}),
     ],
 )

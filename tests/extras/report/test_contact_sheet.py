@@ -74,7 +74,7 @@ def test_the_command_writes_a_picture(config, tmp_path):
         "augment",
         "--config",
         config,
-        "augment.three_augment=true",
+        "augment.auto_augment=three_augment",
         "--out",
         picture,
         "--images",

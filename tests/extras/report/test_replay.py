@@ -95,7 +95,9 @@ def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, s
     [
         [*("data.fraction=0.8", "data.filter=label != 2", "order.aug_repeats=3", *ALL), TWO_SIZES],
         pytest.param(["augment.auto_augment=v0"], marks=pytest.mark.full),
-        pytest.param(["augment.crop=simple", "augment.three_augment=true"], marks=pytest.mark.full),
+        pytest.param(
+            ["augment.crop=simple", "augment.auto_augment=three_augment"], marks=pytest.mark.full
+        ),
         pytest.param(
             ["order.aug_repeats=2", "order.aug_repeats_form=sampler"], marks=pytest.mark.full
         ),

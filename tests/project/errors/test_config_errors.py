@@ -127,9 +127,6 @@ ALONE = {
     "a stage of image size behind the end of the run": [
         "schedule.image_sizes=[{until_epoch: 3, image_size: 24}]"
     ],
-    "augmentations that exclude each other": [
-        *("augment.three_augment=true", "augment.randaugment_layers=2")
-    ],
 }
 """Scenarios that need only settings and no code."""
 for problem, settings in ALONE.items():

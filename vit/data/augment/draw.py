@@ -193,9 +193,6 @@ def draw_table(
     table[:, LAMBDA] = 1.0
     drawn = [_draw_randaugment(config, keys, layer) for layer in range(config.randaugment_layers)]
     drawn += _draw_auto_augment(config, keys)
-    if config.three_augment:
-        op = np.floor(uniform(keys, _THREE_AUGMENT, 0) * len(OP_NAMES["three_augment"]))
-        drawn.append([op, _uniform_between(BLUR_RADIUS, keys, _THREE_AUGMENT, 1)])
     drawn += _draw_jitter(config, keys)
     for op_column, columns in zip(layout.op_columns, drawn, strict=True):
         table[:, op_column.column : op_column.column + len(columns)] = np.stack(columns, 1)
@@ -229,14 +226,18 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
 
 
 def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
-    """Draw AutoAugment (Cubuk et al. 2019) or TrivialAugment (Mueller and Hutter 2021).
+    """Draw AutoAugment (Cubuk et al. 2019), TrivialAugment (Mueller and Hutter 2021) or 3-Augment
+    (DeiT III).
 
     Returns the index and the signed strength of each operation, in the order of application.
     AutoAugment draws one pair of operations from the policy and applies each with its own
-    probability. TrivialAugment draws one operation and one strength.
+    probability. TrivialAugment and 3-Augment draw one operation and one strength.
     """
     if config.auto_augment is None:
         return []
+    if config.auto_augment == "three_augment":
+        op = np.floor(uniform(keys, _THREE_AUGMENT, 0) * len(OP_NAMES["three_augment"]))
+        return [[op, _uniform_between(BLUR_RADIUS, keys, _THREE_AUGMENT, 1)]]
     chosen = uniform(keys, _AUTO_AUGMENT, 0)
     if config.auto_augment == "ta_wide":
         op = np.floor(chosen * len(OP_NAMES["ta_wide"]))

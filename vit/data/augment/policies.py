@@ -149,7 +149,7 @@ class SubPolicies(NamedTuple):
 @lru_cache
 def sub_policies(name: str) -> SubPolicies:
     """Return the pairs of operations for `name`, a value of `augment.auto_augment` except
-    `ta_wide`."""
+    `ta_wide` and `three_augment`."""
     numbers = OP_NAMES[AUTO_AUGMENT_SETS[name][0]]
     rows = []
     for line in _PAIRS[name].strip().splitlines():

@@ -87,6 +87,7 @@ big_vision/pp/autoaugment.py. AutoAugment and TrivialAugment: timm and torchvisi
 III. Color jitter: torchvision."""
 AUTO_AUGMENT_SETS: dict[str, tuple[str, ...]] = {
     "ta_wide": ("ta_wide",),
+    "three_augment": ("three_augment",),
     **dict.fromkeys(("imagenet", "cifar10", "svhn"), ("torchvision_auto",) * 2),
     **dict.fromkeys(("original", "originalr", "v0", "v0r"), ("timm_auto",) * 2),
 }
@@ -115,8 +116,8 @@ class TableLayout:
     """The columns that depend on the config; None for columns that the table lacks."""
 
     op_columns: tuple[OpColumn, ...]
-    """The columns of the operations in the order of application: RandAugment or AutoAugment,
-    3-Augment, color jitter."""
+    """The columns of the operations in the order of application: RandAugment or its replacement,
+    color jitter."""
     shift: int | None
     """The first of two columns, for x and y: the number of pixels by which the view extends beyond
     the image. Negative values mean the left or upper border."""
@@ -135,8 +136,6 @@ def table_layout(config: AugmentConfig) -> TableLayout:
     op_sets: list[str] = [config.randaugment_ops] * config.randaugment_layers
     if config.auto_augment is not None:
         op_sets += AUTO_AUGMENT_SETS[config.auto_augment]
-    if config.three_augment:
-        op_sets.append("three_augment")
     op_sets += ["color_jitter" for amount in config.color_jitter if amount > 0]
     op_columns = []
     column = FIRST_OP

@@ -68,7 +68,7 @@ _RECIPE = """
 --no-repeated-aug         off:repeated_aug   -
 --train-mode              on      true    dropout and drop path are on in training
 --no-train-mode           off:train_mode   -
---ThreeAugment            on      -       augment.three_augment
+--ThreeAugment            on      -       augment.auto_augment
 --src                     on      -       augment.crop
 --reprob                  float   0.25    augment.erasing_prob
 --remode                  str     pixel   augment.erasing_mode
@@ -371,7 +371,7 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
     args = reading.args
     reading.same("eval_crop_ratio", {"eval.crop_pct": args["eval_crop_ratio"]})
     if args["ThreeAugment"]:
-        reading.same("ThreeAugment", {"augment.three_augment": True})
+        reading.same("ThreeAugment", {"augment.auto_augment": "three_augment"})
         reading.same("src", {"augment.crop": "simple"} if args["src"] else {})
         text = "ThreeAugment replaces these transforms"
         reading.inert("aa reprob remode recount resplit train_interpolation", text)

@@ -149,7 +149,7 @@ def _map_images(reading: Reading) -> None:
         reading.cannot("random_crop", "center crops in training: replaced by random crops")
     policy = args["auto_augment"]
     if policy == "3a":
-        reading.same("auto_augment", {"augment.three_augment": True})
+        reading.same("auto_augment", {"augment.auto_augment": "three_augment"})
     elif policy == "none":
         reading.same("auto_augment")
     else:

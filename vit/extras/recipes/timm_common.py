@@ -73,7 +73,7 @@ def map_policy(reading: Reading, interpolation: str) -> None:
     first, *parts = policy.split("-")
     is_auto = first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto"
     if policy == "3a":
-        reading.same("aa", {"augment.three_augment": True})
+        reading.same("aa", {"augment.auto_augment": "three_augment"})
         return
     if first.startswith("augmix"):
         reading.cannot("aa", f"the policy {policy}: AugMix is not available")
