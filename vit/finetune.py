@@ -31,7 +31,7 @@ from vit.training.initial_weights import read_once
 from vit.training.metrics import paired_difference
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
 
-VIEW_KEYS = ("crop_pct", "resize_px", "crop_mode", "resizer")
+VIEW_KEYS = ("crop_pct", "crop_mode", "resizer")
 """The settings in `eval` that depend on the image size."""
 
 

@@ -197,7 +197,6 @@ VALUES: dict[str, Any] = {
     "eval.every_epochs": 3.0,
     "eval.every_steps": 5,
     "eval.crop_pct": 0.5,
-    "eval.resize_px": 40,
     "eval.crop_mode": "squash",
     "eval.resizer": "pillow",
     "eval.apply_exif": True,

@@ -197,21 +197,6 @@ def test_a_stage_has_an_epoch_and_a_size(problems, element, problem):
                 " or rms_to_rms"
             ),
         ),
-        (
-            "eval:\n  crop_pct: 0.9\n  resize_px: 256\n",
-            "run.yaml:6: eval.crop_pct and eval.resize_px are both given: keep one of them",
-        ),
-        (
-            "eval:\n  resize_px: 200\n",
-            ("run.yaml:6: eval.resize_px=200 is below model.image_size=224: raise eval.resize_px"),
-        ),
-        (
-            "eval:\n  resize_px: 256\nmodel:\n  image_size: [224, 192]\n",
-            (
-                "run.yaml:6: eval.resize_px needs square images, but model.image_size is"
-                " [224, 192]: use eval.crop_pct"
-            ),
-        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(problems, text, expected):

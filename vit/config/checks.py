@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         EvalConfig,
         GuardConfig,
         LossConfig,
-        ModelConfig,
         RunConfig,
         ScheduleConfig,
         StreamConfig,
@@ -52,7 +51,6 @@ def find_problems(config: Config) -> list[str]:
         _loss_rules(config.loss, config.model.num_classes, config.stream),
         _guard_rules(config.guard, config.stream),
         image_size_rules(config),
-        _view_rules(config.eval, config.model),
         _eval_set_rules(config.eval),
         _channel_rules(config.data, config.model.in_chans),
         _stream_rules(config.stream),
@@ -168,21 +166,6 @@ def _guard_rules(guard: GuardConfig, stream: StreamConfig) -> Rules:
             getattr(guard, key) == "rewind" and stream.urls is not None
         )
         for key in ("on_nonfinite", "on_spike")
-    }
-
-
-def _view_rules(view: EvalConfig, model: ModelConfig) -> Rules:
-    if view.resize_px is None:
-        return {}
-    height, width = model.height_width()
-    return {
-        "eval.crop_pct and eval.resize_px are both given: keep one of them": _is_given(
-            view, "crop_pct"
-        ),
-        f"eval.resize_px needs square images, but model.image_size is [{height}, {width}]: use"
-        " eval.crop_pct": height != width,
-        f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: raise"
-        " eval.resize_px": view.resize_px < max(height, width),
     }
 
 

@@ -63,10 +63,8 @@ class EvalConfig(Section):
     batch_size: Positive = 64
     """Images in one forward pass of one rank."""
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """Side of the center crop over the shorter side of the resized image (224 of 256)."""
-    resize_px: Positive | None = None
-    """Shorter side of the resized image in pixels, in place of `crop_pct`, for recipes that are
-    published in this form."""
+    """Side of the center crop over the shorter side of the resized image (224 of 256), which is
+    rounded down to whole pixels."""
     crop_mode: Literal["center", "squash"] = "center"
     """`center` keeps the aspect of the image; `squash` does not (timm's crop_mode): with
     `crop_pct: 1` it shows the entire image."""

@@ -15,7 +15,6 @@ module lists the feature.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -50,23 +49,16 @@ class View:
         """Return the evaluation preprocessing that `config` sets."""
         height, width = config.model.height_width()
         view = config.eval
-        cover = int(height / view.crop_pct), int(width / view.crop_pct)
-        crop_pct = view.crop_pct
-        if view.resize_px is not None:
-            cover = view.resize_px, view.resize_px
-            crop_pct = height / view.resize_px
-            while int(height / crop_pct) < view.resize_px:  # timm truncates the quotient.
-                crop_pct = math.nextafter(crop_pct, 0)
         data = config.data
         channels = config.model.in_chans  # A single mean or std applies to all channels.
         return cls(
             size=(height, width),
-            cover=cover,
+            cover=(int(height / view.crop_pct), int(width / view.crop_pct)),
             squash=view.crop_mode == "squash",
             interpolation=data.interpolation,
             mean=data.mean * channels if len(data.mean) == 1 else data.mean,
             std=data.std * channels if len(data.std) == 1 else data.std,
-            crop_pct=crop_pct,
+            crop_pct=view.crop_pct,
             apply_exif=bool(view.apply_exif),
         )
 

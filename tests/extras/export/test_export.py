@@ -87,7 +87,7 @@ VIEWS = {
         "data": {"root": "-", "mean": [0.5], "std": [0.25], "interpolation": "bilinear"},
         "eval": {"crop_pct": 1.0, "crop_mode": "squash", "resizer": "pillow"},
     },
-    "resized": {"data": {"root": "-"}, "eval": {"resize_px": 37, "resizer": "pillow"}},
+    "resized": {"data": {"root": "-"}, "eval": {"crop_pct": 0.864, "resizer": "pillow"}},
 }
 
 

@@ -131,7 +131,6 @@ def test_a_small_version_of_an_imported_recipe_does_its_first_step(
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml_text(imported(name), file))
     settings = [*SMALL, f"data.root={shards}", f"run.dir={tmp_path / 'run'}"]
-    settings += ["model.image_size=32", "schedule.warmup_steps=1"]
-    settings += ["eval.resize_px=null", "eval.crop_pct=0.875"]
+    settings += ["model.image_size=32", "schedule.warmup_steps=1", "eval.crop_pct=0.875"]
     config = load_config(file, settings)
     assert train(build_run(config, World(0, 1, torch.device("cpu")))) == "finished"

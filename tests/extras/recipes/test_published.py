@@ -160,7 +160,7 @@ STATED: dict[str, dict] = {
         "augment.auto_augment": "ta_wide",
         "optim.lr": 0.5,
         "data.global_batch_size": 1024,
-        "eval.resize_px": 232,
+        "eval.crop_pct": 0.965,
         "augment.erasing_prob": 0.1,
     },
     # The paper "Better plain ViT" uses a weight decay of 0.1 as in torch's AdamW, crops of at least

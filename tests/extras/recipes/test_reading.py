@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from vit.config.schema import EvalConfig
+from vit.data.decode.crops import resized_size
 from vit.extras.recipes.command import split_command
 from vit.extras.recipes.python_config import Opaque, PythonConfig, flattened
+from vit.extras.recipes.reading import crop_pct_for
 
 
 @pytest.mark.parametrize(
@@ -154,3 +157,14 @@ def test_long_numbers_and_lists_cannot_fill_the_memory():
         PythonConfig(grown, "a.py")
     with pytest.raises(ValueError, match="too long"):
         PythonConfig("x = [1]\n" + "x = x + x\n" * 60, "a.py")
+
+
+def test_a_size_in_pixels_becomes_the_shortest_crop_pct_that_gives_it():
+    assert crop_pct_for(224, 256) == 0.875
+    assert crop_pct_for(224, 232) == 0.965
+    assert crop_pct_for(384, 384) == 1.0
+    assert crop_pct_for(224, 223) is None, "evaluation does not pad images"
+    for crop in (28, 224, 384, 518):
+        for resized in range(crop, 3 * crop):
+            view = EvalConfig(crop_pct=crop_pct_for(crop, resized))
+            assert resized_size((600, 800), (crop, crop), view)[0] == resized

@@ -293,10 +293,7 @@ def resized_size(
 
     image, size: (height, width).
     """
-    if view.resize_px is not None:
-        cover_h = cover_w = view.resize_px
-    else:
-        cover_h, cover_w = int(size[0] / view.crop_pct), int(size[1] / view.crop_pct)
+    cover_h, cover_w = int(size[0] / view.crop_pct), int(size[1] / view.crop_pct)
     if view.crop_mode == "squash":
         return cover_h, cover_w
     height, width = image

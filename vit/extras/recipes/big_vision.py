@@ -19,7 +19,7 @@ from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.extras.recipes.rates import IMAGENET, after_warmup, map_rate, with_effect
-from vit.extras.recipes.reading import ConfigReading, Reading
+from vit.extras.recipes.reading import ConfigReading, Reading, crop_pct_for
 from vit.extras.recipes.timm_common import map_initial_weights, map_precision, not_available
 
 SOURCE = "google-research/big_vision@0127fb6b"
@@ -227,10 +227,12 @@ def _map_images(reading: ConfigReading) -> None:
         reading.differs("input.pp", text, settings)
     view = reading.get("evals.val.pp_fn", "")
     if match := re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view):
-        small, crop = int(match[1]), int(match[2])
-        ours = {"eval.crop_pct": 0.875} if crop == small * 0.875 else {"eval.resize_px": small}
+        crop_pct = crop_pct_for(int(match[2]), int(match[1]))
+        if crop_pct is None:
+            reading.cannot("evals.val.pp_fn", "an evaluation image smaller than the crop")
+            return
         text = "for evaluation big_vision resizes by area, this project bilinearly"
-        reading.differs("evals.val.pp_fn", text, ours)
+        reading.differs("evals.val.pp_fn", text, {"eval.crop_pct": crop_pct})
 
 
 def _map_mixing(reading: ConfigReading) -> None:

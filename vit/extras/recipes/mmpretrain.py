@@ -17,7 +17,7 @@ from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.python_config import Leaves, Opaque, flattened, with_bases
 from vit.extras.recipes.rates import after_warmup, map_rate, with_effect
-from vit.extras.recipes.reading import ConfigReading, Reading
+from vit.extras.recipes.reading import ConfigReading, Reading, crop_pct_for
 from vit.extras.recipes.timm_common import (
     map_initial_weights,
     map_layer_decay,
@@ -259,10 +259,11 @@ def _map_images(reading: ConfigReading) -> None:
                 continue
         elif kind == "CenterCrop":
             crop = reading.args[f"{item}.crop_size"]
-            view = {"eval.crop_pct": crop / side}
-            if side != crop and crop / side != 0.875:
-                view = {"eval.resize_px": side}
-            reading.same(names, view)
+            crop_pct = crop_pct_for(crop, side)
+            if crop_pct is None:
+                reading.cannot(names, "an evaluation image smaller than the crop")
+            else:
+                reading.same(names, {"eval.crop_pct": crop_pct})
             continue
         elif kind == "Resize":
             reading.same(names, {"eval.crop_mode": "squash", "eval.crop_pct": 1.0})

@@ -29,6 +29,21 @@ class Finding(NamedTuple):
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
 
 
+def crop_pct_for(crop: int, resized: int) -> float | None:
+    """Return the shortest decimal `eval.crop_pct` with which evaluation resizes an image's shorter
+    side to `resized` pixels before it cuts `crop` pixels, or None if there is none."""
+    if resized < crop:
+        return None
+    for digits in range(1, 17):
+        scale = 10**digits
+        nearest = scale * crop // resized
+        # A quotient that is a whole number may be rounded to a little less.
+        for number in (nearest, nearest - 1):
+            if number > 0 and int(crop / (number / scale)) == resized:
+                return number / scale
+    return None
+
+
 class Reading:
     """The findings for a recipe, collected while its arguments are mapped.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from vit.extras.recipes.arguments import ParsedArguments, Table, make_table
 from vit.extras.recipes.rates import map_rate, torchvision_cosine, with_effect
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Reading, crop_pct_for
 from vit.extras.recipes.timm_common import (
     map_batch,
     map_initial_weights,
@@ -54,7 +54,7 @@ _RECIPE = """
 --model-ema-steps         int     32      steps between updates of the average
 --model-ema-decay         float   0.99998  ema.decay
 --interpolation           str     bilinear   data.interpolation
---val-resize-size         int     256     eval.resize_px
+--val-resize-size         int     256     eval.crop_pct
 --val-crop-size           int     224     model.image_size
 --train-crop-size         int     224     model.image_size
 --clip-grad-norm          float   -       optim.clip_grad_norm
@@ -129,13 +129,11 @@ def _map_images(reading: Reading, is_distributed: bool) -> None:
     else:
         text = f"evaluation at {args['val_crop_size']} px: replaced by the training size"
         reading.cannot("val_crop_size", f"{text} (set model.image_size in launch/eval.py)")
-    if args["val_resize_size"] >= size:
-        view = {"eval.resize_px": args["val_resize_size"]}
-        if args["val_resize_size"] == size / 0.875:
-            view = {"eval.crop_pct": 0.875}
-        reading.same("val_resize_size", view)
-    else:
+    crop_pct = crop_pct_for(size, args["val_resize_size"])
+    if crop_pct is None:
         reading.cannot("val_resize_size", "an evaluation image smaller than the crop")
+    else:
+        reading.same("val_resize_size", {"eval.crop_pct": crop_pct})
     reading.same("interpolation", {"data.interpolation": args["interpolation"]})
     _map_policy(reading)
     reading.same("random_erase", _erasing(args["random_erase"]))
