@@ -61,8 +61,8 @@ OPTIONS: Choices = {
     "guard": [
         (f"guard.on_spike={action}", "guard.window_steps=8", f"guard.spike_sigmas={sigmas}", *more)
         for action, more in (
-            ("skip", ("guard.spike_of=either", "train.max_skipped_steps=100")),
-            ("rewind", ("guard.rewind_skip_steps=1", "guard.max_rewinds=100")),
+            ("skip", ("guard.spike_of=either", "guard.max_reactions=100")),
+            ("rewind", ("guard.rewind_skip_steps=1", "guard.max_reactions=100")),
         )
         for sigmas in (0.3, 1)
     ],

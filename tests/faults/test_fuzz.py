@@ -31,7 +31,7 @@ def test_a_killed_combination_ends_with_the_bits_of_the_uninterrupted_run(data, 
         *("data.global_batch_size=12", "train.steps=12", "checkpoint.every_steps=3"),
         *("eval.every_steps=4", "optim.name=muon", "train.exact_over_ranks=true"),
         *("data.micro_batch_size=4", "guard.on_spike=rewind", "guard.window_steps=8"),
-        *("guard.spike_sigmas=0.3", "guard.rewind_skip_steps=1", "guard.max_rewinds=100"),
+        *("guard.spike_sigmas=0.3", "guard.rewind_skip_steps=1", "guard.max_reactions=100"),
         *("log.every_steps=3", "ema.decay=0.9"),
     )
     kills = tuple(

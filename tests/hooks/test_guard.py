@@ -153,7 +153,7 @@ def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_pat
 
 
 NAN = math.nan
-ONCE = ["train.max_skipped_steps=1"]
+ONCE = ["guard.max_reactions=1"]
 OVERFLOW = (0.7, math.inf, NON_FINITE)
 
 
@@ -165,12 +165,17 @@ OVERFLOW = (0.7, math.inf, NON_FINITE)
         ("fp32", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
         ("fp16", ["guard.on_nonfinite=rewind"], OVERFLOW, "none"),
         ("fp16", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
-        ("fp16", ["guard.on_nonfinite=stop", "train.max_skipped_steps=1"], OVERFLOW, "1 times in"),
+        ("fp16", ["guard.on_nonfinite=stop", "guard.max_reactions=1"], OVERFLOW, "1 times in"),
         ("fp32", ["guard.on_spike=skip"], (9.0, 1.0, SPIKE), "none"),
-        ("fp32", ["guard.on_spike=skip", "train.max_skipped_steps=1"], (9.0, 1, SPIKE), "a spike"),
+        ("fp32", ["guard.on_spike=skip", "guard.max_reactions=1"], (9.0, 1, SPIKE), "a spike"),
         ("fp32", ["guard.on_spike=stop"], (9.0, 1.0, SPIKE), "guard.on_spike=stop"),
         ("fp32", ["guard.on_spike=rewind"], (9.0, 1.0, SPIKE), "Rewind"),
-        ("fp32", ["guard.on_spike=rewind", "guard.max_rewinds=2"], (9.0, 1.0, SPIKE), "2 rewinds"),
+        (
+            "fp32",
+            ["guard.on_spike=rewind", "guard.max_reactions=2"],
+            (9.0, 1.0, SPIKE),
+            "2 rewinds",
+        ),
         ("fp32", ONCE, (NAN, NAN, NON_FINITE), "Lower optim.lr or lengthen the warm-up; the last"),
         ("fp16", ONCE, (NAN, NAN, NON_FINITE), "or use train.precision=bf16; the last"),
     ],

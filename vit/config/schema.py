@@ -177,8 +177,9 @@ class GuardConfig(Section):
         int, Field(ge=0), OnlyWith("on_nonfinite=rewind", "on_spike=rewind")
     ] = 100
     """Batches to skip before and after the bad one; 0: skip only the bad one."""
-    max_rewinds: Annotated[Positive, OnlyWith("on_nonfinite=rewind", "on_spike=rewind")] = 10
-    """Maximum number of rewinds; one more stops the run."""
+    max_reactions: Positive = 10
+    """Stop after this many consecutive updates that were skipped, because a gradient was not finite
+    or by `on_spike`, or at the first rewind after this many."""
 
     def rewinds(self) -> bool:
         """Return whether a guard setting allows rewinds."""
@@ -491,9 +492,6 @@ class TrainConfig(Section):
     """`block`: each block keeps only its input for the backward pass, and computes the rest again:
     a third more work for a fraction of the memory, the same numbers. A number n of 2 or more: every
     n-th block does."""
-    max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
-    """Stop after this many consecutive updates that were skipped, because a gradient was not finite
-    or by `guard.on_spike`."""
 
 
 class EmaConfig(Section):

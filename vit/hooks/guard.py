@@ -98,7 +98,7 @@ class Rewind(GoBack):
         run.record.go_back(
             run.state.step,
             f"back at step {run.state.step} after {self} (rewind {run.state.rewinds} of"
-            f" {run.config.guard.max_rewinds}): steps {first + 1} to {stop} will be skipped"
+            f" {run.config.guard.max_reactions}): steps {first + 1} to {stop} will be skipped"
             f"{', the rest of the run' if stop == run.plan.total_steps else ''}",
             at_step=self.step + 1,
             first_skipped=first + 1,
@@ -185,10 +185,10 @@ class GuardHook(Hook):
         )
         if action == "skip":
             return self._too_many(step, values)
-        if action == "rewind" and state.rewinds < self._settings.max_rewinds:
+        if action == "rewind" and state.rewinds < self._settings.max_reactions:
             return Rewind(step, {"reason": reason, **details})
         if action == "rewind":
-            cause = f"after {state.rewinds} rewinds (guard.max_rewinds)"
+            cause = f"after {state.rewinds} rewinds (guard.max_reactions)"
             remedy = "raise guard.rewind_skip_steps"
             if not not_finite:
                 remedy += " or guard.spike_sigmas"
@@ -203,7 +203,7 @@ class GuardHook(Hook):
 
     def _too_many(self, step: int, values: StepValues) -> ValueError | None:
         count = self._run.state.updates_skipped_in_a_row
-        if count < self._run.config.train.max_skipped_steps:
+        if count < self._settings.max_reactions:
             return None
         problem = f"{count} updates in a row were skipped, the last because of a spike"
         remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"

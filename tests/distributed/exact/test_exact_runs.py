@@ -219,7 +219,7 @@ def test_rejects_an_indivisible_batch_and_names_valid_ones(config, settings, ran
 
 @pytest.mark.full
 def test_the_guard_skips_the_same_batches_with_unequal_shares(config, tmp_path):
-    rewind = ("guard.on_spike=rewind", "guard.rewind_skip_steps=2", "guard.max_rewinds=2")
+    rewind = ("guard.on_spike=rewind", "guard.rewind_skip_steps=2", "guard.max_reactions=2")
     for ranks in (1, 4):
         train(config, tmp_path / str(ranks), *EXACT, *rewind, "train.steps=24", ranks=ranks)
     assert hashes(tmp_path / "1") == hashes(tmp_path / "4")

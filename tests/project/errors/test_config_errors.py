@@ -65,9 +65,9 @@ def _(place):
     place.train(*DIVERGING, "guard.on_nonfinite=stop")
 
 
-@scenario("the same with `guard.on_nonfinite=rewind` and `guard.max_rewinds=1`", begun=True)
+@scenario("the same with `guard.on_nonfinite=rewind` and `guard.max_reactions=1`", begun=True)
 def _(place):
-    rewind = ["guard.on_nonfinite=rewind", "guard.rewind_skip_steps=0", "guard.max_rewinds=1"]
+    rewind = ["guard.on_nonfinite=rewind", "guard.rewind_skip_steps=0", "guard.max_reactions=1"]
     place.train(*DIVERGING, *rewind)
 
 
