@@ -167,8 +167,7 @@ VALUES: dict[str, Any] = {
     "schedule.warmup_epochs": 4.0,
     "schedule.warmup_lr": 1e-5,
     "schedule.warmup_prefix": False,
-    "schedule.decay_steps": 30,
-    "schedule.decay_epochs": 12.0,
+    "schedule.decay_fraction": 0.5,
     "schedule.decay_form": "linear",
     "schedule.cooldown_epochs": 2.0,
     "schedule.min_lr": 1e-5,
@@ -239,7 +238,6 @@ THIRD = {"train.precision": "fp16"}
 """A third value of each setting whose default and value in `VALUES` both satisfy an `OnlyWith`."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "stream.urls": {"stream.num_samples": 60},
-    "schedule.name": {"schedule.decay_epochs": 10.0},
     "init.select_classes": {"init.reset_head": False},
 }
 """Maps a setting to other settings that only its value in `VALUES` requires, but not its

@@ -83,11 +83,6 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
     ("section", "problem"),
     [
         (
-            "schedule: {name: wsd}",
-            "schedule.name=wsd needs the length of the decay: give schedule.decay_epochs or"
-            " schedule.decay_steps",
-        ),
-        (
             "schedule: {warmup_lr: 1, warmup_steps: 3}",
             "schedule.warmup_lr=1.0 exceeds optim.lr=0.001: lower schedule.warmup_lr",
         ),

@@ -39,7 +39,7 @@ OPTIONS: Choices = {
     ],
     "clipping": [("optim.clip_grad_norm=null",), ("optim.clip_grad_norm=0.3",)],
     "schedule": [
-        ("schedule.name=wsd", "schedule.decay_steps=4", "schedule.warmup_steps=2"),
+        ("schedule.name=wsd", "schedule.decay_fraction=0.4", "schedule.warmup_steps=2"),
         ("schedule.name=linear", "schedule.interval=epoch"),
         ("schedule.warmup_epochs=1", "schedule.warmup_lr=1e-5", "schedule.warmup_prefix=false"),
         ("schedule.final_weight_decay=0.3",),

@@ -242,3 +242,18 @@ def test_a_config_and_its_plan_give_the_rates(tmp_path):
         ValueError, match=r"\(warm-up 10, cool-down 35 steps\) exceed the 40 steps of the run"
     ):
         make_plan(from_dict(values, "test"), num_samples=50, world_size=1)
+
+
+def test_a_decay_at_the_end_takes_a_fraction_of_the_run():
+    values = {"data": {"root": "shards", "global_batch_size": 10}, "train": {"steps": 33}}
+    for schedule, expected in (
+        ({"name": "cosine"}, 0),
+        ({"name": "wsd"}, 7),
+        ({"name": "wsd", "decay_fraction": 0.5, "decay_form": "linear"}, 16),
+    ):
+        config = from_dict({**values, "schedule": schedule}, "test")
+        plan, _ = make_plan(config, num_samples=50, world_size=1)
+        assert plan.decay_steps == expected
+    learning_rate, _ = rates(config, plan)
+    peak = config.optim.lr
+    assert [learning_rate(step) for step in (16, 17, 25)] == [peak, peak, peak / 2]

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 EXCLUSIVE = (
     ("train", "epochs", "steps"),
     ("schedule", "warmup_epochs", "warmup_steps"),
-    ("schedule", "decay_epochs", "decay_steps"),
     ("eval", "every_epochs", "every_steps"),
 )
 """Mutually exclusive settings, as (section, setting, setting)."""
@@ -142,13 +141,10 @@ def _loss_rules(loss: LossConfig, num_classes: int | None, stream: StreamConfig)
 
 
 def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Rules:
-    has_decay = schedule.decay_steps is not None or schedule.decay_epochs is not None
     return {
         f"schedule.min_lr={schedule.min_lr} exceeds optim.lr={optim.lr}: lower schedule.min_lr": (
             schedule.min_lr > optim.lr
         ),
-        "schedule.name=wsd needs the length of the decay: give schedule.decay_epochs or"
-        " schedule.decay_steps": schedule.name == "wsd" and not has_decay,
         f"schedule.warmup_lr={schedule.warmup_lr} exceeds optim.lr={optim.lr}: lower"
         " schedule.warmup_lr": schedule.warmup_lr is not None and schedule.warmup_lr > optim.lr,
         "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: raise schedule.min_lr,"

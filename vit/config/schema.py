@@ -128,10 +128,8 @@ class ScheduleConfig(Section):
     ] = True
     """`cosine` and `linear` begin after the warm-up (MAE, big_vision, torchvision); `false`: they
     begin with the run, so the rate jumps to their value after the warm-up (timm, DeiT)."""
-    decay_steps: Annotated[Positive | None, OnlyWith("name=wsd")] = None
-    """For `wsd`: length of the decay in steps; this or `decay_epochs`."""
-    decay_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("name=wsd")] = None
-    """For `wsd`: length of the decay in epochs."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1), OnlyWith("name=wsd")] = 0.2
+    """For `wsd`: length of the decay as a fraction of the run (MiniCPM: 0.1 to 0.2)."""
     decay_form: Annotated[Literal["1-sqrt", "linear"], OnlyWith("name=wsd")] = "1-sqrt"
     """For `wsd`: shape of the decay, 1 minus the square root of the time (timm's default; arXiv
     2405.18392) or linear."""

@@ -88,7 +88,7 @@ ALONE = {
     ],
     "a global batch that cannot be divided": ["data.global_batch_size=7"],
     "parts of a schedule that are longer than the run": [
-        *("schedule.name=wsd", "schedule.decay_steps=20")
+        *("schedule.name=wsd", "schedule.decay_fraction=1")
     ],
     "rates by depth of a network without blocks": [
         *("model.name=timm/resnet10t", *OF_GUEST, "optim.layer_decay=0.7")

@@ -144,7 +144,7 @@ def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
             min_lr=settings.get("schedule.min_lr", 0.0),
             warmup_lr=settings.get("schedule.warmup_lr"),
             warmup_prefix=settings.get("schedule.warmup_prefix", True),
-            decay_steps=steps("decay"),
+            decay_steps=round(settings.get("schedule.decay_fraction", 0.2) * total),
             decay_form=settings.get("schedule.decay_form", "1-sqrt"),
             cooldown_steps=steps("cooldown"),
             interval_steps=steps_per_epoch if per_epoch else 1,
