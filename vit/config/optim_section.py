@@ -111,16 +111,11 @@ class MuonConfig(OptimizerConfig):
     nesterov: bool = False
     """Use Nesterov momentum, also for parameters that are not matrices (timm's nmuon and
     nadamuon)."""
-    ns_steps: Positive = 5
-    """Newton-Schulz iterations."""
-    ns_coefficients: Literal["original", "quintic", "polar_express", "polar_express_safer"] = (
-        "quintic"
-    )
-    """Polynomials of the iterations: `original` is Jordan's first and torch's; `quintic`, timm's
-    default, has one for each of five iterations."""
     adjust_lr_fn: Literal["match_rms_adamw", "original", "rms_to_rms"] = "match_rms_adamw"
     """Learning rate of an (out, in) matrix: 0.2 sqrt(max(out, in)) times `lr`, so that AdamW's
-    rates fit (arXiv 2502.16982); sqrt(max(1, out/in)), Jordan's; or sqrt(out/in)."""
+    rates fit (arXiv 2502.16982); sqrt(max(1, out/in)), Jordan's; or sqrt(out/in). With `original`,
+    the five iterations also use Jordan's first polynomial, as in torch.optim.Muon; otherwise each
+    has its own (timm's `quintic`)."""
     fallback_lr_scale: PositiveFloat = 1.0
     """Learning rate of parameters that are not matrices, as a multiple of `lr`."""
     betas: tuple[Rate, Rate] = (0.9, 0.95)

@@ -180,7 +180,8 @@ def test_a_policy_that_timm_rejects_is_an_error(policy):
     "flags",
     [
         *("adamw", "lamb", "nadamw --opt-betas 0.8 0.9", "sgd", "momentum --momentum 0.8"),
-        *("muon", "nadamuon --opt-kwargs ns_steps=4 adjust_lr_fn=rms_to_rms", "adafactorbv"),
+        *("muon", "nadamuon --opt-kwargs ns_steps=5 adjust_lr_fn=rms_to_rms", "adafactorbv"),
+        "muon --opt-kwargs adjust_lr_fn=original ns_coefficients=original",
         *("adamw --opt-eps 1e-6", "adafactorbv --opt-kwargs beta2_cap=0.95"),
     ],
 )
@@ -197,6 +198,22 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert {key: decayed[key] for key in expected} == expected
     assert not [f.text for f in imported.reading.findings if f.verdict == "cannot"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "lacking"),
+    [
+        ("muon --opt-kwargs ns_steps=4", "ns_steps"),
+        ("muon --opt-kwargs ns_coefficients=polar_express scale_eps=True",
+         "ns_coefficients, scale_eps"),
+        ("muon --opt-kwargs adjust_lr_fn=original", "ns_coefficients"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_the_optimizer_that_we_lack_or_fix_is_reported(kwargs, lacking):
+    imported = import_recipe(f"python train.py {VIT} --lr 1e-3 --opt {kwargs}")
+    (text,) = (f.text for f in imported.reading.findings if f.verdict == "cannot")
+    assert text == f"arguments of the optimizer: {lacking}"
+    imported.config()
 
 
 def test_without_augmentation_the_crop_is_the_central_square():

@@ -37,6 +37,8 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 _BETAS = {"muon": (0.9, 0.95), "adamuon": (0.9, 0.95)}
 _EPS = {"lamb": 1e-6, "muon": 1e-7, "adamuon": 1e-7}
 """The default epsilons of timm's optimizers that differ from AdamW's, by this project's name."""
+_FIXED = {"ns_steps": 5, "ns_coefficients": "quintic"}
+"""Arguments of timm's optimizers that have only this value, timm's default, in this project."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
 _BILINEAR_WARPS = "this project warps bilinearly, the source by {}: no known effect on accuracy"
@@ -279,7 +281,17 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
         reading.same(argument, settings)
     if "opt_kwargs" not in reading.args:
         return ours
-    if lacking := kwargs.keys() - own:
+    fixed = dict(_FIXED)
+    if kwargs.get("adjust_lr_fn") == "original":
+        # This project's Muon then also uses another polynomial, but timm's keeps its default.
+        fixed["ns_coefficients"] = "original"
+        kwargs = {"ns_coefficients": _FIXED["ns_coefficients"], **kwargs}
+    lacking = {
+        key
+        for key, value in kwargs.items()
+        if key not in own and not (key in fixed and value == fixed[key])
+    }
+    if lacking:
         text = f"arguments of the optimizer: {', '.join(sorted(lacking))}"
         reading.cannot("opt_kwargs", text, stated)
     else:
