@@ -30,7 +30,6 @@ OPTIONS: Choices = {
         ("optim.name=muon", "optim.nesterov=true", "optim.matrices=timm"),
         ("optim.name=adamuon",),
         ("optim.name=adafactorbv", "optim.min_dim_size_to_factor=8"),
-        ("optim.name=adafactorbv", "optim.momentum_dtype=float32"),
     ],
     "rates": [
         ("optim.layer_decay=0.7",),

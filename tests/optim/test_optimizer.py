@@ -38,9 +38,6 @@ OF_LIBRARIES = {
     "nmuon": MuonConfig(name="muon", nesterov=True, adjust_lr_fn="original", **BOTH),
     "adamuon": MuonConfig(name="adamuon", **BOTH),
     "adafactorbv": AdafactorConfig(name="adafactorbv", min_dim_size_to_factor=6, **BOTH),
-    "adafactorbv in fp32": AdafactorConfig(
-        name="adafactorbv", momentum_dtype="float32", clipping_threshold=0.5, **BOTH
-    ),
 }
 CONFIGS = [*FORMULAS, *OF_LIBRARIES.values()]
 each_formula = pytest.mark.parametrize("config", FORMULAS, ids=NAMES)
@@ -259,9 +256,8 @@ def of_the_library(model: nn.Module, config) -> list[torch.optim.Optimizer]:
         plain = {"momentum": config.momentum, "nesterov": config.nesterov, "fused": True}
         return [torch.optim.SGD(groups, **common, **plain)]
     if isinstance(config, AdafactorConfig):
-        fields = ("min_dim_size_to_factor", "momentum_dtype", "clipping_threshold")
-        options = {name: getattr(config, name) for name in fields}
-        return [timm.optim.AdafactorBigVision(groups, **common, **options)]
+        size = config.min_dim_size_to_factor
+        return [timm.optim.AdafactorBigVision(groups, min_dim_size_to_factor=size, **common)]
     common |= {"betas": config.betas, "eps": config.eps}
     if isinstance(config, AdamWConfig):
         return [torch.optim.AdamW(groups, fused=True, **common)]

@@ -127,22 +127,16 @@ class MuonConfig(OptimizerConfig):
 
 class AdafactorConfig(OptimizerConfig):
     """big_vision's Adafactor (Zhai et al. 2021, arXiv 2106.04560, section 3.4) as timm has it:
-    factored second moments, momentum in half precision, 2 bytes a weight in all."""
+    factored second moments, momentum in bfloat16, 2 bytes a weight in all."""
 
     name: Literal["adafactorbv"]
     """The optimizer."""
     min_dim_size_to_factor: Positive = 32
     """Factor second moments of weights whose two longest sides have at least this length."""
-    decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """The second moment's decay rate is 1 - t^-`decay_rate` at step t, a schedule."""
     beta2_cap: Rate = 0.999
-    """Largest value of that decay rate."""
+    """Largest decay rate of the second moment, which is 1 - t^-0.8 at step t."""
     momentum: Rate = 0.9
     """Decay rate of the momentum."""
-    momentum_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Number format of the momentum."""
-    clipping_threshold: PositiveFloat | None = None
-    """Largest root mean square of a weight's update; `None`: no limit."""
 
 
 def optimizer_name(value: Any) -> str:

@@ -182,11 +182,10 @@ def _adafactor(groups: Groups, config: AdafactorConfig) -> torch.optim.Optimizer
         groups,
         lr=config.lr,
         min_dim_size_to_factor=config.min_dim_size_to_factor,
-        decay_rate=config.decay_rate,
+        decay_rate=0.8,
         beta2_cap=config.beta2_cap,
         momentum=config.momentum,
-        momentum_dtype=config.momentum_dtype,
-        clipping_threshold=config.clipping_threshold,
+        momentum_dtype="bfloat16",
     )
 
 
@@ -247,8 +246,7 @@ def _adafactor_state(parameter: Tensor, config: AdafactorConfig, group: dict[str
         state["exp_avg_sq_c"] = _zeros_like(parameter.select(column, 0).unsqueeze(column))
     else:
         state["exp_avg_sq"] = _zeros_like(parameter)
-    dtype = getattr(torch, config.momentum_dtype)
-    return {**state, "exp_avg": torch.zeros_like(parameter, dtype=dtype)}
+    return {**state, "exp_avg": torch.zeros_like(parameter, dtype=torch.bfloat16)}
 
 
 _KINDS = {

@@ -54,3 +54,14 @@ def test_adam_with_a_decay_becomes_adamw_at_its_rate_with_a_note():
     assert "decay" in finding.text
     assert imported.config().optim.name == "adamw"
     assert imported.config().optim.lr == 1e-3
+
+
+@pytest.mark.parametrize(("rate", "is_reported"), [(0.8, False), (0.7, True)])
+def test_another_decay_rate_of_adafactor_is_reported(rate, is_reported, tmp_path):
+    child = tmp_path / "adafactor.py"
+    text = BIG_VISION.read_text().replace("'scale_by_adam'", "'big_vision.scale_by_adafactor'")
+    child.write_text(text.replace("dict(mu_dtype='bfloat16')", f"dict(decay_rate={rate})"))
+    imported = import_recipe(str(child))
+    assert imported.settings["optim.name"] == "adafactorbv"
+    reported = [f.text for f in imported.reading.findings if f.verdict == "cannot"]
+    assert (f"config.optax.decay_rate = {rate} is not supported" in reported) == is_reported

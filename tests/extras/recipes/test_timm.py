@@ -182,7 +182,7 @@ def test_a_policy_that_timm_rejects_is_an_error(policy):
         *("adamw", "lamb", "nadamw --opt-betas 0.8 0.9", "sgd", "momentum --momentum 0.8"),
         *("muon", "nadamuon --opt-kwargs ns_steps=5 adjust_lr_fn=rms_to_rms", "adafactorbv"),
         "muon --opt-kwargs adjust_lr_fn=original ns_coefficients=original",
-        *("adamw --opt-eps 1e-6", "adafactorbv --opt-kwargs beta2_cap=0.95"),
+        *("adamw --opt-eps 1e-6", "adafactorbv --opt-kwargs beta2_cap=0.95 decay_rate=0.8"),
     ],
 )
 def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
@@ -207,6 +207,8 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
         ("muon --opt-kwargs ns_coefficients=polar_express scale_eps=True",
          "ns_coefficients, scale_eps"),
         ("muon --opt-kwargs adjust_lr_fn=original", "ns_coefficients"),
+        ("adafactorbv --opt-kwargs momentum_dtype=float32 decay_rate=0.7 clipping_threshold=1.0",
+         "clipping_threshold, decay_rate, momentum_dtype"),
     ],
 )  # fmt: skip
 def test_an_argument_of_the_optimizer_that_we_lack_or_fix_is_reported(kwargs, lacking):

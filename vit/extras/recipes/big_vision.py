@@ -274,7 +274,9 @@ def _map_optimizer(reading: ConfigReading) -> None:
         reading.differs(f"{names} {reading.remaining('optax.momentum')}".strip(), text, sgd)
     elif name == "big_vision.scale_by_adafactor":
         reading.same(names, {"optim.name": "adafactorbv"})
-        for key in ("min_dim_size_to_factor", "decay_rate", "beta2_cap", "momentum"):
+        if reading.get("optax.decay_rate") == 0.8:  # this project has no other
+            reading.same("optax.decay_rate")
+        for key in ("min_dim_size_to_factor", "beta2_cap", "momentum"):
             path = reading.remaining(f"optax.{key}")
             reading.same(path, {f"optim.{key}": reading.args[path]} if path else {})
     else:

@@ -37,7 +37,13 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 _BETAS = {"muon": (0.9, 0.95), "adamuon": (0.9, 0.95)}
 _EPS = {"lamb": 1e-6, "muon": 1e-7, "adamuon": 1e-7}
 """The default epsilons of timm's optimizers that differ from AdamW's, by this project's name."""
-_FIXED = {"ns_steps": 5, "ns_coefficients": "quintic"}
+_FIXED = {
+    "ns_steps": 5,
+    "ns_coefficients": "quintic",
+    "decay_rate": 0.8,
+    "momentum_dtype": "bfloat16",
+    "clipping_threshold": None,
+}
 """Arguments of timm's optimizers that have only this value, timm's default, in this project."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
