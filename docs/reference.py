@@ -143,7 +143,6 @@ RECORD = {
         "loss": "loss of the step",
         "grad_norm": "norm of its gradient",
         "loss_limit": "limit of the loss",
-        "grad_norm_limit": "limit of the norm",
         "samples": "samples with the largest losses",
     },
     "rewind": {"reason": "why the run goes back to the checkpoint of `step`"},

@@ -5,7 +5,7 @@ A hook overrides some of these methods:
 
     opened      before the model is created: reject a config that cannot work
     begin       when training begins, or restarts from an earlier checkpoint
-    limits      before a step
+    loss_limit  before a step
     queued      after a step was queued, while the device computes it
     read        one step later, when the step's numbers are on the host
     skipped     when a step is skipped
@@ -46,7 +46,7 @@ from vit.training.objective import Objective, supervised
 from vit.training.plan import Plan
 from vit.training.reduce import Reduce, data_parallel
 from vit.training.run_data import Notes, RunData
-from vit.training.step_result import Limits, StepValues
+from vit.training.step_result import StepValues
 
 
 class GoBack(Exception):
@@ -73,8 +73,9 @@ class Hook:
     def begin(self, run: Run) -> None:
         """Prepare to train from the step in `run.state`."""
 
-    def limits(self, step: int) -> Limits | None:
-        """Return the limits, equal on all ranks, above which the update at `step` is skipped."""
+    def loss_limit(self, step: int) -> float | None:
+        """Return the mean loss of the global batch, equal on all ranks, above which the update at
+        `step` is skipped."""
         return None
 
     def queued(self, batch: Batch) -> None:
@@ -146,10 +147,10 @@ class Run:
         ema = self.train_step.ema
         return {"model": self.train_step.model} | ({} if ema is None else {"ema": ema.module})
 
-    def limits(self, step: int) -> Limits | None:
-        """Return the limits for the update at `step`, from the first hook that sets any."""
-        of_hooks = (hook.limits(step) for hook in self.hooks)
-        return next((limits for limits in of_hooks if limits is not None), None)
+    def loss_limit(self, step: int) -> float | None:
+        """Return the limit for the update at `step`, from the first hook that sets one."""
+        of_hooks = (hook.loss_limit(step) for hook in self.hooks)
+        return next((limit for limit in of_hooks if limit is not None), None)
 
     def verify(self, is_end: bool) -> None:
         """Call `Hook.verify` of every hook."""

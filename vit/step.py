@@ -6,8 +6,8 @@
    of all ranks.
 2. Gradients are clipped by their norm. If the norm is not finite, the fused optimizer skips the
    update on the device, and the fp16 loss scale is halved. The update is also skipped if the loss
-   or the norm exceeds a limit set by a hook. The decision depends only on sums over all ranks, so
-   all ranks skip together.
+   exceeds a limit set by a hook. The decision depends only on sums over all ranks, so all ranks
+   skip together.
 3. The result consists of a small vector of sums over all ranks, and the loss and margin of each of
 this rank's rows. The host reads the result one step later, after queueing the next step, so
 queueing a step never waits for the device.
@@ -31,7 +31,7 @@ from vit.optim.optimizer import set_rates
 from vit.system.hashing import fold
 from vit.training.objective import Objective
 from vit.training.reduce import Reduce
-from vit.training.step_result import SPIKE, Limits, Slot, StepPhase, StepResult
+from vit.training.step_result import SPIKE, Slot, StepPhase, StepResult
 
 if TYPE_CHECKING:
     from vit.optim.norms import Measured
@@ -102,15 +102,16 @@ class TrainStep:
         step: int,
         stop: bool = False,
         report: tuple[float, ...] = (0.0,),
-        limits: Limits | None = None,
+        loss_limit: float | None = None,
     ) -> StepResult:
         """Queue the update at `step` with this rank's rows of the global batch.
 
         batch: the batch after `Augment.change_batch`, on any device. stop: whether this rank has
         received a signal. report: values to send to all ranks. Every rank must pass the same number
-        of values. limits: the limits above which the update is skipped, equal on all ranks.
+        of values. loss_limit: the mean loss of the global batch above which the update is skipped,
+        equal on all ranks.
         """
-        sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, limits)
+        sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, loss_limit)
         return StepResult(sums, grad_norm, len(report), rows, measured)
 
     def _queue(
@@ -119,7 +120,7 @@ class TrainStep:
         step: int,
         stop: bool,
         report: tuple[float, ...],
-        limits: Limits | None = None,
+        loss_limit: float | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor], Measured | None]:
         """Queue the step on the device, and return the sums, the gradient norm, the rows' results
         and the measured norms."""
@@ -142,7 +143,7 @@ class TrainStep:
         probes = self.probes if self.probes is not None and self.probes.is_due(step) else None
         if probes is not None:
             probes.begin(batch, self.reduce, self.loss_scale.value)
-        grad_norm = self._update(step, sums, limits)
+        grad_norm = self._update(step, sums, loss_limit)
         measured = None if probes is None else probes.end()
         self._clear_gradients(batch)
         return sums, grad_norm, rows, measured
@@ -197,7 +198,7 @@ class TrainStep:
             return self.reduce.module(inputs)
 
     @torch.no_grad()
-    def _update(self, step: int, sums: Tensor, limits: Limits | None = None) -> Tensor:
+    def _update(self, step: int, sums: Tensor, loss_limit: float | None = None) -> Tensor:
         """Sum `sums` over the ranks, clip the gradients, and update weights and EMA unless the
         update is skipped. Return the gradient norm before clipping."""
         if self.copying is not None:
@@ -209,7 +210,7 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale.value
         if self.world.rank < self.reduce.norm_ranks:
             sums[Slot.VERDICT].copy_(norm)
-        not_finite, is_skipped = self._judge(self.reduce.sum_(sums), limits)
+        not_finite, is_skipped = self._judge(self.reduce.sum_(sums), loss_limit)
 
         # Combine unscaling and clipping in one factor, to read and write the gradients only once.
         factor = 1.0 / self.loss_scale.value
@@ -231,20 +232,18 @@ class TrainStep:
             self.ema.update(step)
         return norm
 
-    def _judge(self, sums: Tensor, limits: Limits | None) -> tuple[Tensor, Tensor]:
+    def _judge(self, sums: Tensor, loss_limit: float | None) -> tuple[Tensor, Tensor]:
         """Return two flags, 0 or 1: the gradient is not finite, and the update is skipped.
 
         Both flags depend only on `sums`, which is equal on all ranks. `sums` stores the decision.
         """
-        norm_sum = sums[Slot.VERDICT]
-        not_finite = (~norm_sum.isfinite()).float()
-        if limits is None:
+        not_finite = (~sums[Slot.VERDICT].isfinite()).float()
+        if loss_limit is None:
             sums[Slot.VERDICT].copy_(not_finite)
             return not_finite, not_finite
-        # The limits are Python numbers, passed as kernel arguments, so no copy is needed.
+        # The limit is a Python number, passed as a kernel argument, so no copy is needed.
         loss = sums[Slot.LOSS_SUM] / sums[Slot.ROW_WEIGHTS].clamp(min=1.0)
-        is_above = norm_sum > limits.grad_norm * self.reduce.norm_ranks
-        is_above = is_above.logical_or_(loss > limits.loss).float()
+        is_above = (loss > loss_limit).float()
         sums[Slot.VERDICT].copy_(not_finite.add(is_above, alpha=SPIKE))
         return not_finite, torch.maximum(not_finite, is_above)
 

@@ -137,7 +137,7 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
     # vit/step.py runs the forward pass, the backward pass and the update. The ranks sum their stop
     # flags in each step, so all ranks stop at the same step.
     stop = bool(run.signals.received) or run.saver.has_failed
-    result = run.train_step(batch, step, stop, monitor.rank_report(step), run.limits(step))
+    result = run.train_step(batch, step, stop, monitor.rank_report(step), run.loss_limit(step))
     monitor.queue(step, result, batch.bad_keys)  # reads the previous step
     for hook in run.hooks:
         hook.queued(batch)

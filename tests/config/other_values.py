@@ -182,7 +182,6 @@ VALUES: dict[str, Any] = {
     "ema.after_epochs": 0.5,
     "guard.on_nonfinite": "stop",
     "guard.on_spike": "rewind",
-    "guard.spike_of": "grad_norm",
     "guard.spike_sigmas": 4.0,
     "guard.window_steps": 64,
     "guard.rewind_skip_steps": 60,

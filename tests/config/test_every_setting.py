@@ -168,7 +168,7 @@ def digest(*values: Any) -> str:
 
 def judged(config: Config, record: Record) -> list[str]:
     nothing = np.zeros(0, np.float32)
-    recent = [[step, 9.0 - 0.01 * step, 1.0 + 0.001 * step] for step in range(200)]
+    recent = [[step, 9.0 - 0.01 * step] for step in range(200)]
     state = RunState(step=202, recent=recent, rewinds=4)
     guard = GuardHook(config)
     batches = SimpleNamespace(exact=False)
@@ -177,7 +177,7 @@ def judged(config: Config, record: Record) -> list[str]:
     )
     guard.begin(run)
     verdicts = [*[SPIKE] * (config.guard.on_spike != "none"), *[NON_FINITE] * 6]
-    decisions = [f"{guard.limits(202)}"]
+    decisions = [f"{guard.loss_limit(202)}"]
     for step, verdict in enumerate(verdicts, 202):
         values = (math.nan if verdict == NON_FINITE else 99.0, 9.0, 0.0, 0, verdict)
         problem = guard.read(step, StepValues(*values, nothing[None], nothing, nothing, None))

@@ -60,7 +60,7 @@ OPTIONS: Choices = {
     "guard": [
         (f"guard.on_spike={action}", "guard.window_steps=8", f"guard.spike_sigmas={sigmas}", *more)
         for action, more in (
-            ("skip", ("guard.spike_of=either", "guard.max_reactions=100")),
+            ("skip", ("guard.max_reactions=100",)),
             ("rewind", ("guard.rewind_skip_steps=1", "guard.max_reactions=100")),
         )
         for sigmas in (0.3, 1)

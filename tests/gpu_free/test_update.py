@@ -38,7 +38,7 @@ from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
 from vit.training.metrics import AccuracyCounter
-from vit.training.step_result import Limits, Slot
+from vit.training.step_result import Slot
 from vit.training.teacher import Teacher
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -93,7 +93,7 @@ def test_no_update_waits_for_the_gpu(name, precision, monkeypatch):
         step = make_step(OPTIMIZERS[name], precision, monkeypatch, warmup=True)
         step._update(0, torch.zeros(Slot.RANK_REPORTS, device=GPU))
         mode.waits.clear()
-        norm = step._update(1, torch.zeros(Slot.RANK_REPORTS, device=GPU), Limits(9.0, 1.0))
+        norm = step._update(1, torch.zeros(Slot.RANK_REPORTS, device=GPU), 9.0)
     assert norm.device == step.loss_scale.value.device == GPU
     assert all(value.device == GPU for value in step.ema.module.state_dict().values())
     assert mode.waits == []

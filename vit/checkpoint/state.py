@@ -30,7 +30,7 @@ class RunState:
     skipped_ranges: list[list[int]] = field(default_factory=list)
     """The ranges of skipped batches, each as [first step, last step + 1]."""
     recent: list[list[float]] = field(default_factory=list)
-    """Step, loss and gradient norm of recent steps, from which spike limits are computed."""
+    """Step and loss of recent steps, from which the limit for spikes is computed."""
     interval_losses: list[float] = field(default_factory=list)
     """The losses of all steps since the last line of metrics. The next line contains their mean."""
     checked_step: int = 0

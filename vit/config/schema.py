@@ -153,19 +153,14 @@ Action = Literal["skip", "stop", "rewind"]
 
 
 class GuardConfig(Section):
-    """Reaction to a gradient that is not finite, and to a jump of loss or gradient
-    (docs/training.md)."""
+    """Reaction to a gradient that is not finite, and to a jump of the loss (docs/training.md)."""
 
     on_nonfinite: Action = "skip"
     """Reaction to a gradient that is not finite, which never changes the weights: only skip the
     update; stop the run; or go back to the newest checkpoint, and skip the batches around this one.
     An overflow of fp16's loss scale only skips the update."""
     on_spike: Literal["none"] | Action = "none"
-    """Reaction to an update whose loss or gradient norm is a spike; `none`: apply the update."""
-    spike_of: Annotated[
-        Literal["loss", "grad_norm", "either"], OnlyWith("on_spike=skip|stop|rewind")
-    ] = "loss"
-    """The value that must exceed its limit. Gradient norms vary more than losses."""
+    """Reaction to an update whose loss is a spike; `none`: apply the update."""
     spike_sigmas: Annotated[float, Field(gt=0), OnlyWith("on_spike=skip|stop|rewind")] = 10.0
     """The limit is the median of the last `window_steps` steps plus this many standard deviations
     (1.4826 times the median distance from the median)."""

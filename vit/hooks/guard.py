@@ -1,9 +1,9 @@
 """Detect loss spikes and non-finite gradients; skip the update, stop the run, or rewind.
 
-1. `GuardHook.limits` computes limits for loss and gradient norm from steps up to two before the
-   current step. The results of these steps are known before the step is queued, so all ranks and
-   resumed runs use the same limits.
-2. The device skips the update if a limit is exceeded. `vit.step` decides from sums over all ranks.
+1. `GuardHook.loss_limit` computes a limit for the loss from steps up to two before the current
+   step. The results of these steps are known before the step is queued, so all ranks and resumed
+   runs use the same limit.
+2. The device skips the update if the loss exceeds it. `vit.step` decides from sums over all ranks.
 3. One step later, the host reads the decision. `GuardHook.read` then continues, stops the run, or
    rewinds to the newest checkpoint.
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from shlex import quote
@@ -38,7 +39,7 @@ from vit.config.schema import Config
 from vit.run import GoBack, Hook, Run
 from vit.run_folder import CHECKPOINTS
 from vit.system.files import ShardError
-from vit.training.step_result import NON_FINITE, READ_LATE, Limits, StepValues
+from vit.training.step_result import NON_FINITE, READ_LATE, StepValues
 
 NORMAL_SIGMA = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
@@ -120,27 +121,22 @@ class GuardHook(Hook):
         """See `Hook`."""
         self._run = run
 
-    def limits(self, step: int) -> Limits | None:
-        """Return the limits of `step`, or None if limits are off or too few steps have finished."""
+    def loss_limit(self, step: int) -> float | None:
+        """Return the limit of `step`, or None if it is off or too few steps have finished."""
         settings = self._settings
         if settings.on_spike == "none":
             return None
-        window = [
-            pair
-            for number, *pair in self._run.state.recent
+        losses = [
+            loss
+            for number, loss in self._run.state.recent
             # Use only steps with the current image size, because the loss jumps when the size
             # changes (`schedule.image_sizes`).
             if number <= step - READ_LATE and self._size(int(number)) == self._size(step)
         ]
-        window = window[-settings.window_steps :]
-        if len(window) < settings.window_steps:
+        losses = losses[-settings.window_steps :]
+        if len(losses) < settings.window_steps:
             return None
-        losses, norms = zip(*window, strict=True)
-        sigmas = settings.spike_sigmas
-        return Limits(
-            limit_of(losses, sigmas) if settings.spike_of != "grad_norm" else math.inf,
-            limit_of(norms, sigmas) if settings.spike_of != "loss" else math.inf,
-        )
+        return limit_of(losses, settings.spike_sigmas)
 
     def _size(self, step: int) -> tuple[int, int] | None:
         """Return the (height, width) of the images at `step`, or None if the size never changes."""
@@ -155,10 +151,10 @@ class GuardHook(Hook):
         All ranks must call this for the same steps.
         """
         state = self._run.state
-        limits = self.limits(step)
+        loss_limit = self.loss_limit(step)
         if self._settings.on_spike != "none":
             if math.isfinite(values.loss) and math.isfinite(values.grad_norm):
-                state.recent.append([step, values.loss, values.grad_norm])
+                state.recent.append([step, values.loss])
             del state.recent[: -self._settings.window_steps - 1]
         if not values.verdict:
             state.updates_skipped_in_a_row = 0
@@ -174,13 +170,14 @@ class GuardHook(Hook):
             return self._too_many(step, values)
         key = "on_nonfinite" if not_finite else "on_spike"
         action = getattr(self._settings, key)
-        reason = _reason(values, limits)
-        if limits is not None:
-            details |= {"loss_limit": limits.loss, "grad_norm_limit": limits.grad_norm}
+        reason = "gradient not finite" if not_finite else "loss above the limit"
+        if loss_limit is not None:
+            details["loss_limit"] = loss_limit
         details |= {"action": action, "samples": self._largest_losses(step, values)}
         self._run.record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **details)
+        numbers = _numbers(values, loss_limit)
         self._run.record.log(
-            f"step {step + 1}: {reason}, {DONE[action]} ({_numbers(values, limits)});"
+            f"step {step + 1}: {reason}, {DONE[action]} ({numbers});"
             f" {self._replay(step)} shows this batch"
         )
         if action == "skip":
@@ -196,7 +193,7 @@ class GuardHook(Hook):
             cause = f"and guard.{key}=stop"
             remedy = f"continue with guard.{key}=skip or rewind"
         return ValueError(
-            f"step {step + 1}: {reason} ({_numbers(values, limits)}), {cause}: look at the batch"
+            f"step {step + 1}: {reason} ({numbers}), {cause}: look at the batch"
             f" with {self._replay(step)}; lower optim.lr, lengthen the warm-up, or {remedy}; the"
             " last checkpoint was saved before this step"
         )
@@ -246,7 +243,7 @@ class GuardHook(Hook):
         return named
 
 
-def limit_of(values: tuple[float, ...], sigmas: float) -> float:
+def limit_of(values: Sequence[float], sigmas: float) -> float:
     """Return the median of `values` plus `sigmas` standard deviations.
 
     The deviation is estimated from the median absolute deviation. The limit is infinite if half of
@@ -257,26 +254,12 @@ def limit_of(values: tuple[float, ...], sigmas: float) -> float:
     return median + sigmas * NORMAL_SIGMA * distance if distance else math.inf
 
 
-def _reason(values: StepValues, limits: Limits | None) -> str:
-    if values.verdict & NON_FINITE or limits is None:
-        return "gradient not finite"
-    names = []
-    if values.loss > limits.loss:
-        names.append("loss")
-    if values.grad_norm > limits.grad_norm:
-        names.append("gradient norm")
-    # The device compares in float32, so a value may exceed a limit that equals it in float64.
-    return f"{' and '.join(names) or 'loss or gradient norm'} above the limit"
-
-
-def _numbers(values: StepValues, limits: Limits | None) -> str:
-    """Return text such as "loss 7.21, limit 3.02; gradient norm 14.2, limit 5.1"."""
-    numbers = {"loss": values.loss, "gradient norm": values.grad_norm}
-    maxima = (math.inf, math.inf) if limits is None else limits
-    return "; ".join(
-        f"{name} {value:.4g}" + (f", limit {limit:.4g}" if math.isfinite(limit) else "")
-        for (name, value), limit in zip(numbers.items(), maxima, strict=True)
-    )
+def _numbers(values: StepValues, loss_limit: float | None) -> str:
+    """Return text such as "loss 7.21, limit 3.02; gradient norm 14.2"."""
+    limit = ""
+    if loss_limit is not None and math.isfinite(loss_limit):
+        limit = f", limit {loss_limit:.4g}"
+    return f"loss {values.loss:.4g}{limit}; gradient norm {values.grad_norm:.4g}"
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Copy the result of a step from the device to the host, and define the limits of a step.
+"""Copy the result of a step from the device to the host.
 
 vit.step    sums by `Slot` over all ranks, norm, rows -> one vector, copied after the step
 vit.hooks   read it as `StepValues` when the next step is queued
@@ -59,16 +59,7 @@ previous one."""
 NON_FINITE = 1
 """The verdict bit for a non-finite gradient."""
 SPIKE = 2
-"""The verdict bit for a loss or gradient norm above its limit."""
-
-
-class Limits(NamedTuple):
-    """The limits of a step. If either limit is exceeded, the update is skipped."""
-
-    loss: float
-    """The largest allowed mean loss of the global batch."""
-    grad_norm: float
-    """The largest allowed gradient norm before clipping."""
+"""The verdict bit for a loss above its limit."""
 
 
 class StepValues(NamedTuple):

@@ -34,8 +34,8 @@ STEPS = 60
 
 EXACT = (
     *("train.exact_over_ranks=true", "data.micro_batch_size=4", "augment.randaugment_layers=2"),
-    *("guard.on_spike=skip", "guard.spike_of=either", "guard.window_steps=8"),
-    *("guard.spike_sigmas=1", "log.norms_every_steps=6"),
+    *("guard.on_spike=skip", "guard.window_steps=8", "guard.spike_sigmas=1"),
+    "log.norms_every_steps=6",
 )
 
 

@@ -51,7 +51,7 @@ class _Listener(Hook):
         """Drop the losses of steps that a rewind repeats."""
         self.losses = {step: self.losses[step] for step in self.losses if step <= run.state.step}
 
-    def limits(self, step: int) -> None:
+    def loss_limit(self, step: int) -> None:
         """See `Hook`. All earlier steps have been read, evaluated and saved."""
         if step == self._end:
             raise _Reached
