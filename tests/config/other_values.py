@@ -94,7 +94,6 @@ VALUES: dict[str, Any] = {
     "stream.urls": "{shards}/train-{{00000..00001}}.tar",
     "stream.image": "jpg",
     "stream.label": "json:label",
-    "stream.keys_with_dots": True,
     "stream.num_samples": 90,
     "data.global_batch_size": 15,
     "data.micro_batch_size": 12,

@@ -196,12 +196,12 @@ def _stream_rules(stream: StreamConfig) -> Rules:
     """Check the settings of a stream."""
     if stream.urls is None:
         return {}
-    layout = (stream.image, stream.label, stream.keys_with_dots)
+    problems = layout_problems(stream.image, stream.label, keys_with_dots=False, names=SETTINGS)
     return {
         "stream.urls needs stream.num_samples: give the number of images per epoch": (
             stream.num_samples is None
         ),
-        **dict.fromkeys(layout_problems(*layout, SETTINGS), True),
+        **dict.fromkeys(problems, True),
     }
 
 

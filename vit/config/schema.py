@@ -277,8 +277,6 @@ class StreamConfig(Section):
     label: Annotated[str, OnlyWith("urls")] = "cls"
     """Suffix of the label's member, or a field of a JSON member, such as `json:label`. A label that
     is a class name becomes its index among the class names of `data.root`."""
-    keys_with_dots: Annotated[bool, OnlyWith("urls")] = False
-    """A key ends at the last dot of a member's name, not at the first."""
     num_samples: Annotated[Positive | None, OnlyWith("urls")] = None
     """Images per epoch, which cannot be counted without reading the stream."""
 

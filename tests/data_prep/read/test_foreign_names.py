@@ -7,6 +7,8 @@ from forms_of_shards import NAMES, as_json, image, index, layout_of, write_tar
 
 from data_prep.errors import PrepError
 from data_prep.read.class_names import read_class_names
+from vit.config.sample_layout import SETTINGS
+from vit.data.shards.members import SampleLayout, remedy
 from vit.data.shards.tar import scan_tar
 from vit.system.files import ShardError
 
@@ -138,6 +140,13 @@ def test_options_are_tried_where_one_image_and_one_label_are_plain(members, flag
     with pytest.raises(ShardError) as caught:
         scan_tar(tar, layout_of(flags))
     assert ("; try " + tried in str(caught.value)) if tried else ("; try" not in str(caught.value))
+
+
+def test_a_stream_of_keys_with_dots_is_advised_to_be_indexed():
+    advice = remedy({"v1.bmp": b"", "v1.cls": b"1"}, SampleLayout(), SETTINGS)
+    assert advice == (
+        "; try an index in place of the stream (python -m data_prep.index ROOT --keys-with-dots)"
+    )
 
 
 def test_names_that_would_confuse_a_terminal_are_escaped(tmp_path):

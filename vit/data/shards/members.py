@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vit.config.sample_layout import IMAGE_EXTENSIONS, NO_LABEL, Names, image_suffixes
+from vit.config.sample_layout import IMAGE_EXTENSIONS, NO_LABEL, SETTINGS, Names, image_suffixes
 from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 from vit.system.redact import escape_to_one_line
@@ -195,6 +195,8 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
         [label] = labels
         start = image[: image.rfind(".") + 1]
         has_dots = start != "" and label.startswith(start)  # for example a.1.jpg, a.1.cls
+        if has_dots and names is SETTINGS:
+            return f"{text}; try {names.keys_with_dots}"
         if has_dots:
             image, label_option = image.removeprefix(start), label.removeprefix(start)
         else:

@@ -106,7 +106,7 @@ def open_train_set(config: Config, val_split: Split, num_classes: int | None) ->
     assert settings.urls is not None, "the caller checks"
     assert settings.num_samples is not None, "the schema requires it"
     names = val_split.class_names
-    layout = SampleLayout(settings.image, settings.label, settings.keys_with_dots, tuple(names))
+    layout = SampleLayout(settings.image, settings.label, class_names=tuple(names))
     stream = open_stream(
         resolve(settings.urls),
         num_samples=settings.num_samples,
