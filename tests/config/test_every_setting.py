@@ -64,7 +64,6 @@ ONLY_WHERE_OR_HOW_FAST = {
     "run.lease_s": "how long another job waits for a run at a URL",
     "run.hang_timeout_s": "how long a rank that stands still is waited for",
     "log.wandb": "where the record is shown",
-    "log.wandb_project": "where the record is shown",
     "log.tensorboard": "where the record is shown",
     "log.report": "where the record is shown",
 }

@@ -55,7 +55,7 @@ numbers = st.floats(min_value=1e-12, max_value=1e9)
 
 @given(
     root=texts | traps,
-    project=traps,
+    folder=traps,
     lr=numbers,
     epochs=numbers,
     seed=st.integers(0, 2**63 - 1),
@@ -66,12 +66,12 @@ numbers = st.floats(min_value=1e-12, max_value=1e9)
     ),
 )
 def test_a_dumped_config_loads_as_the_same_config(
-    tmp_path_factory, root, project, lr, epochs, seed, size, checkpoint, optimizer
+    tmp_path_factory, root, folder, lr, epochs, seed, size, checkpoint, optimizer
 ):
     values = {
         "data": {"root": root},
-        "run": {"dir": project},
-        "log": {"wandb_project": project},
+        "run": {"dir": folder},
+        "loader": {"cache_dir": folder},
         "optim": {"lr": lr, **optimizer},
         "train": {"epochs": epochs, "seed": seed},
         "model": {"image_size": size},

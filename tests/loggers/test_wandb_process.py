@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from loggers.wandb_runs import (
@@ -36,7 +37,7 @@ from PIL import Image
 from processes import Background, train, write_config
 
 from vit.config.schema import LogConfig
-from vit.loggers import wandb_logger
+from vit.loggers import wandb_logger, wandb_process
 from vit.loggers.record import Record
 from vit.loggers.wandb_process import Feed
 from vit.loggers.wandb_upload import ToWandb
@@ -359,6 +360,23 @@ def test_the_mode_follows_the_config_and_then_wandbs_own_variable(
 ):
     monkeypatch.setenv("WANDB_MODE", variable)
     assert wandb_logger.wanted_mode(setting) == mode
+
+
+@pytest.mark.parametrize(("variable", "project"), [("digits", "digits"), ("", "vit")])
+def test_wandbs_own_variable_names_the_project(variable, project, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", variable)
+    asked = {}
+    run = SimpleNamespace(define_metric=lambda *name, **options: None)
+
+    def init(**options):
+        asked.update(options)
+        return run
+
+    wandb = SimpleNamespace(init=init, Settings=lambda **options: None)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    opened, _ = wandb_process._open_run(wandb, tmp_path, "offline", {})
+    assert opened is run
+    assert asked["project"] == project
 
 
 @pytest.mark.parametrize(("setting", "environment"), [("off", None), ("auto", "disabled")])

@@ -125,7 +125,7 @@ def one_run(
 ) -> float:
     """Train a short run, and return the time in seconds that W&B took to start and finish."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text("optim: {lr: 0.1}\nlog: {wandb_project: digits}\n")
+    (folder / "config.yaml").write_text("optim: {lr: 0.1}\n")
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
     record.write("start", max(steps.start - 1, 0), restarts=restarts)
     began = time.monotonic()

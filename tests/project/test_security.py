@@ -102,7 +102,7 @@ HOSTILE = [
     "run.name=`touch HARM`",
     'data.split=\'"; touch HARM; "',
     "data.files=*",
-    "log.wandb_project=a && touch HARM | touch HARM > HARM",
+    "loader.cache_dir=a && touch HARM | touch HARM > HARM",
 ]
 PROGRAMS = {
     "scontrol": "echo node0",

@@ -563,9 +563,8 @@ class LogConfig(Section):
     largest attention logit, also made at the last step (docs/training.md); `None`: never."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """Weights & Biases: `auto` is online unless WANDB_MODE differs; `offline` writes a folder for
-    `wandb sync` when the run ends. `metrics.jsonl` is complete without W&B."""
-    wandb_project: str = "vit"
-    """Project of the run on Weights & Biases."""
+    `wandb sync` when the run ends. The project is `vit`, unless WANDB_PROJECT names another.
+    `metrics.jsonl` is complete without W&B."""
     tensorboard: bool = False
     """Write event files for TensorBoard to `tensorboard/` in the run's folder. Needs `pip install
     tensorboard`; a line reports if it is missing."""

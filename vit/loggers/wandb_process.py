@@ -188,7 +188,7 @@ def _open_run(
     provenance = {key: start[key] for key in PROVENANCE if key in start}
     sys.argv = start.get("command", "").split() or sys.argv  # W&B records this as the run's command
     run = wandb.init(
-        project=config.get("log", {}).get("wandb_project", "vit"),
+        project=os.environ.get("WANDB_PROJECT") or "vit",
         name=run_dir.resolve().name,
         id=run_id,
         dir=str(run_dir),
