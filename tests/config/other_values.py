@@ -106,7 +106,6 @@ VALUES: dict[str, Any] = {
     "data.mean": [0.4, 0.4, 0.4],
     "data.std": [0.3, 0.3, 0.3],
     "data.interpolation": "bilinear",
-    "data.scaled_decode": True,
     "augment.crop": "simple",
     "augment.crop_scale": [0.5, 0.6],
     "augment.crop_ratio": [1.0, 1.0],

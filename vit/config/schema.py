@@ -259,10 +259,6 @@ class DataConfig(Selection):
     """Per-channel standard deviation of images scaled to [0, 1]."""
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     """Method of the antialiased resize of training and evaluation images."""
-    scaled_decode: bool = False
-    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where a training crop is 2.5, 5 or 10 times
-    the model's image: up to 1.6 times as fast for photos of many megapixels where the C decoder is
-    not installed, and not exact to the pixel (44 dB)."""
 
 
 class StreamConfig(Section):

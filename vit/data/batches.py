@@ -268,7 +268,6 @@ class AugmentedBatches(Batches):
                     self.image_format.channels,
                     out=views,
                     stored_size=stored_sizes[group[0]],
-                    scaled=self.image_format.scaled_decode,
                 )
             except ValueError as error:
                 if self.on_bad_image == "error":

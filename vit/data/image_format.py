@@ -23,8 +23,6 @@ class ImageFormat:
     """The number of channels, 1 or 3."""
     interpolation: str = "bicubic"
     """The interpolation, bilinear or bicubic, always antialiased."""
-    scaled_decode: bool = False
-    """Whether large training crops may be decoded at 1/2, 1/4 or 1/8 size."""
     stages: tuple[tuple[int, tuple[int, int]], ...] = ()
     """The training stages in order, as pairs (end epoch, image size). After the last stage, images
     have `size`."""
@@ -39,7 +37,6 @@ class ImageFormat:
             model.height_width(),
             model.in_chans,
             data.interpolation,
-            data.scaled_decode,
             tuple((stage.until_epoch, height_width(stage.image_size)) for stage in stages),
         )
 

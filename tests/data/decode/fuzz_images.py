@@ -259,7 +259,7 @@ def without_native() -> Iterator[None]:
 
 
 def box_of(data: bytes, box: Window, channels: int) -> Pixels:
-    return decode_box(data, box, channels)[0]
+    return decode_box(data, box, channels)
 
 
 def view_of(data: bytes, box: Window, channels: int) -> Pixels:

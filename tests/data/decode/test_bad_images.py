@@ -184,7 +184,7 @@ def test_wrong_restart_markers_give_the_same_pixels_as_pillow(data, tmp_path, de
     for box in ((0, 0, 200, 150), (64, 30, 40, 40), (0, 0, 8, 8)):
         left, top, width, height = box
         np.testing.assert_array_equal(
-            decode_box(split.read(0), box)[0], expected[top : top + height, left : left + width]
+            decode_box(split.read(0), box), expected[top : top + height, left : left + width]
         )
 
 

@@ -19,23 +19,13 @@ from PIL import Image
 from torch import Tensor
 
 from vit.config.schema import EvalConfig
-from vit.data.decode.images import Pixels, decode_box, read_image_size, span, undecodable
+from vit.data.decode.images import Pixels, decode_box, read_image_size, region, undecodable
 from vit.data.decode.jpeg_cut import Window
 from vit.data.decode.jpeg_header import MAX_PIXELS
 from vit.data.decode.upright import upright
 from vit.system import stages
 from vit.system.stages import Stage
 
-REDUCE_FROM = 2.5
-"""The minimum ratio of window to view, on both sides, at which `scaled` decodes a reduced image:
-
-    window / view    2.5    5      10
-    decoded at       1/2    1/4    1/8
-
-For photographs, the median PSNR between views from reduced and from full-size images is 44 dB (5th
-percentile: 38 dB). With a minimum ratio of 2, the median is 41 dB. For comparison, the PSNR between
-bilinear and bicubic views is 39 dB.
-"""
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 log = logging.getLogger(__name__)
 
@@ -120,37 +110,20 @@ def decode_views(
     *,
     out: Sequence[Tensor] | None = None,
     stored_size: tuple[int, int] | None = None,
-    scaled: bool = False,
 ) -> Sequence[Tensor]:
     """Decode an image once for several views: each of `windows`, resized to `size`.
 
-    size: (height, width). scaled: decode a JPEG at a reduced size if a window is at least
-    `REDUCE_FROM` times as large as the view; pixels then differ slightly. stored_size: see
-    `decode_box`.
+    size: (height, width). stored_size: see `decode_box`.
     Returns one (channels, height, width) uint8 tensor per window, channels last in memory, or
     `out`. Raises ValueError in the same cases as `decode_box`.
     """
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
-    reductions = [_reduction(window, size) if scaled else 1 for window in windows]
-    # Decode one box per reduction, so that a view does not depend on windows with another
-    # reduction.
-    for reduce in set(reductions):
-        numbers = [number for number, reduction in enumerate(reductions) if reduction == reduce]
-        box = _bounding_box([windows[number] for number in numbers])
-        left, top = box[:2]
-        pixels, reduced = decode_box(data, box, channels, reduce=reduce, stored_size=stored_size)
-        stages.current.enter(Stage.RESIZE)
-        for number in numbers:
-            x, y, width, height = windows[number]
-            part = pixels[span(y, height, top, reduced), span(x, width, left, reduced)]
-            if reduced == 1:
-                resize(part, size, interpolation, out[number])
-            else:
-                # torch cannot resize a region whose borders lie between pixels, but Pillow can.
-                x, y = x % reduced, y % reduced
-                borders = x / reduced, y / reduced, (x + width) / reduced, (y + height) / reduced
-                out[number].copy_(_resize_by_pillow(part, size, interpolation, borders))
+    box = _bounding_box(windows)
+    pixels = decode_box(data, box, channels, stored_size=stored_size)
+    stages.current.enter(Stage.RESIZE)
+    for window, view in zip(windows, out, strict=True):
+        resize(region(pixels, window, *box[:2]), size, interpolation, view)
     return out
 
 
@@ -162,24 +135,10 @@ def _bounding_box(windows: Sequence[Window]) -> Window:
     return left, top, right - left, bottom - top
 
 
-def _reduction(window: Window, size: tuple[int, int]) -> int:
-    """Return 2, 4 or 8 if decoding at 1/2, 1/4 or 1/8 size suffices for this view, else 1."""
-    times = min(window[2] / size[1], window[3] / size[0]) / REDUCE_FROM
-    return next((reduce for reduce in (8, 4, 2) if times >= reduce / 2), 1)
-
-
-def _resize_by_pillow(
-    pixels: Pixels,
-    size: tuple[int, int],
-    interpolation: str,
-    borders: tuple[float, float, float, float] | None = None,
-) -> Tensor:
-    """Resize like `resize`, but with Pillow's arithmetic.
-
-    borders: left, top, right, bottom of the region to resize; by default the entire image.
-    """
+def _resize_by_pillow(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Tensor:
+    """Resize like `resize`, but with Pillow's arithmetic."""
     image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
-    resized = np.array(image.resize((size[1], size[0]), PILLOW[interpolation], borders))
+    resized = np.array(image.resize((size[1], size[0]), PILLOW[interpolation]))
     return torch.from_numpy(resized.reshape(*size, pixels.shape[2])).permute(2, 0, 1)
 
 
@@ -227,7 +186,7 @@ def decode_center(
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
     box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
-    part, _ = decode_box(data, box, channels, place=place)
+    part = decode_box(data, box, channels, place=place)
     if part is not place:
         place[:] = part
     stages.current.enter(Stage.RESIZE)

@@ -263,51 +263,43 @@ def decode_box(
     box: Window,
     channels: int = 3,
     *,
-    reduce: int = 1,
     stored_size: tuple[int, int] | None = None,
     place: Pixels | None = None,
-) -> tuple[Pixels, int]:
+) -> Pixels:
     """Decode the region `box` of an image.
 
-    Returns (H, W, channels) uint8 and the reduction of each side: `reduce` (2, 4 or 8) for a JPEG,
-    else 1. Without reduction, the pixels equal those of `decode`. With reduction, the box is
-    extended to whole reduced pixels. Damage outside the box may go undetected.
+    Returns (H, W, channels) uint8, which equals that region of `decode`. Damage outside the box may
+    go undetected.
 
     stored_size: expected (width, height) of the image. place: optional output array of the right
     shape.
     Raises ValueError if the image cannot be decoded, has a different size, or does not contain the
     box.
     """
-    if reduce == 1 and native.AVAILABLE:
+    if native.AVAILABLE:
         window = native.decode_window(data, box, channels, stored_size=stored_size, out=place)
         if window is not None:
-            return window, 1
+            return window
     header = _ordinary_jpeg(data)
     if header is None:
-        return _by_pillow(data, channels, None, box, stored_size), 1
+        return _by_pillow(data, channels, None, box, stored_size)
     _check_box(box, header.size, stored_size)
-    left, top, width, height = box
-    cut = cut_window(data, header, box, margin=reduce)
+    cut = cut_window(data, header, box)
     if cut is not None:
-        part = _decode_cut(cut, channels, reduce)
+        part = _decode_cut(cut, channels)
         if part is not None:
-            rows = span(top, height, cut.top, reduce)
-            return part[rows, span(left, width, cut.left, reduce)], reduce
+            return region(part, box, cut.left, cut.top)
     try:
-        pixels = decode_jpeg(data, header.size, channels, reduce)
+        pixels = decode_jpeg(data, header.size, channels)
     except ValueError as problem:
-        return _by_pillow(data, channels, problem, box, stored_size), 1
-    return pixels[span(top, height, 0, reduce), span(left, width, 0, reduce)], reduce
+        return _by_pillow(data, channels, problem, box, stored_size)
+    return region(pixels, box)
 
 
-def span(start: int, length: int, origin: int, reduce: int) -> slice:
-    """Return the slice of a reduced image that covers [start, start + length).
-
-    origin: where the reduced image begins. All arguments are in pixels of the original image.
-    """
-    first = start // reduce
-    stop = math.ceil((start + length) / reduce)
-    return slice(first - origin // reduce, stop - origin // reduce)
+def region(pixels: Pixels, box: Window, left: int = 0, top: int = 0) -> Pixels:
+    """Return the region `box` of an image. left, top: the position of `pixels` in the image."""
+    x, y, width, height = box
+    return pixels[y - top : y - top + height, x - left : x - left + width]
 
 
 def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
@@ -372,22 +364,19 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
         )
 
 
-def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
+def _decode_cut(cut: Cut, channels: int) -> Pixels | None:
     """Return the pixels of the cut JPEG, or None if the pixels may be wrong."""
     size = cut.width, cut.height
-    if reduce > 1 and max(size) < 8:
-        return None  # several of libjpeg's scales give the same size, see `decode_jpeg`
     try:
         if not cut.has_rest:
-            return decode_jpeg(cut.data, size, channels, reduce)
+            return decode_jpeg(cut.data, size, channels)
         # libjpeg warns about the data after the last line. simplejpeg cannot ignore single
         # warnings, so `strict` must be off, and damaged regions look as in Pillow. After an error,
         # libjpeg writes no more lines. All lines are therefore valid if the last line was written.
-        height, width = math.ceil(cut.height / reduce), math.ceil(cut.width / reduce)
-        pixels = np.empty((height, width, channels), np.uint8)
+        pixels = np.empty((cut.height, cut.width, channels), np.uint8)
         unwritten = UNWRITTEN[: pixels[-1].size].reshape(pixels[-1].shape)
         pixels[-1] = unwritten
-        decode_jpeg(cut.data, size, channels, reduce, pixels, strict=False)
+        decode_jpeg(cut.data, size, channels, into=pixels, strict=False)
         return None if np.array_equal(pixels[-1], unwritten) else pixels
     except ValueError:
         return None

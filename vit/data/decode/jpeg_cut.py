@@ -36,6 +36,8 @@ from vit.data.decode.jpeg_header import JpegHeader
 Window = tuple[int, int, int, int]
 """A window: left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
+MARGIN = 1
+"""The number of pixels around the window that affect it through color upsampling."""
 MAX_SHARE = 0.95
 """The maximum fraction of the image for which cutting saves time. Finding the markers takes 1/25 as
 long as decoding the entire image."""
@@ -55,11 +57,8 @@ class Cut(NamedTuple):
     bytes"."""
 
 
-def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:
+def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
     """Cut out the part of a JPEG that a decoder needs for `window`, which must be inside the image.
-
-    margin: number of pixels around the window that affect it through color upsampling; n if the
-    decoder reduces the image to 1/n.
 
     Returns None if a cut would not save time. Also returns None for progressive and arithmetic
     coding, several scans, files that do not end with EOI (truncated, or with bytes after the
@@ -75,7 +74,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
         return None
     mcus_per_line = math.ceil(header.width / mcu_width)
     interval = header.restart_interval
-    bottom = min(top + height + margin, header.height)
+    bottom = min(top + height + MARGIN, header.height)
     if interval == 0:
         num_lines = math.ceil(bottom / mcu_height)
         if num_lines * mcu_height >= header.height:
@@ -91,13 +90,13 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     tile_height = max(interval // mcus_per_line, 1) * mcu_height
     num_columns = math.ceil(header.width / tile_width)
     num_rows = math.ceil(header.height / tile_height)
-    first_column = max(left - margin, 0) // tile_width
-    first_row = max(top - margin, 0) // tile_height
-    stop_column = min(math.ceil((left + width + margin) / tile_width), num_columns)
+    first_column = max(left - MARGIN, 0) // tile_width
+    first_row = max(top - MARGIN, 0) // tile_height
+    stop_column = min(math.ceil((left + width + MARGIN) / tile_width), num_columns)
     stop_row = math.ceil(bottom / tile_height)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
-    if cut_width <= 4 * margin:
+    if cut_width <= 4:
         # Add one tile, because libjpeg upsamples lines of one or two color samples differently.
         if first_column > 0:
             first_column -= 1

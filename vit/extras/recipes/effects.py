@@ -98,7 +98,6 @@ _IMAGES = (
     "data.mean",
     "data.std",
     "data.interpolation",
-    "data.scaled_decode",
     "schedule.image_sizes",
     "data.sources",
     "loader.on_bad_image",

@@ -20,7 +20,7 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -170,7 +170,7 @@ class StreamBatches(AugmentedBatches):
             split,
             order,
             augment,
-            replace(image_format, scaled_decode=False),
+            image_format,
             rows=range(rank * num_rows, (rank + 1) * num_rows),
             on_bad_image=on_bad_image,
         )
