@@ -74,7 +74,6 @@ def _open_loader(run: Run) -> Loader:
         run.state.step,
         run.plan.total_steps,
         num_workers=loader.num_workers,
-        prefetch_gib=loader.prefetch_gib,
         device=run.world.device,
         stall_timeout_s=loader.stall_timeout_s,
         on_device=run.train_step.augment.change_batch,

@@ -52,7 +52,6 @@ ONLY_WHERE_OR_HOW_FAST = {
     "loader.cache_gib": "how much of them",
     "loader.patience_s": "how long a store is waited for",
     "loader.num_workers": "which processes make the batches",
-    "loader.prefetch_gib": "how many batches are made ahead",
     "loader.stall_timeout_s": "how long a worker is waited for",
     "train.device": "where it is computed; a machine without GPUs has one choice",
     "train.attention": "which kernel computes attention (tests/training/test_attention.py)",

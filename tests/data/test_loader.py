@@ -80,9 +80,7 @@ def test_a_held_batch_stays_unchanged(workers):
     """The training loop keeps more batches than the loader has buffers, and then keeps only views
     of parts of the batches."""
     batches = Numbered()
-    with Loader(
-        batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
-    ) as loader:
+    with Loader(batches, 0, 40, num_workers=workers, max_ready=0) as loader:
         assert loader.ring.num_slots < 8
         for position, batch in enumerate(list(loader)):
             batches.check(position, batch)
@@ -99,7 +97,7 @@ def test_a_held_batch_stays_unchanged(workers):
 
 
 def test_a_loop_that_holds_one_batch_gets_no_copies():
-    with Loader(Numbered(), 0, 30, num_workers=1, prefetch_gib=1.2e-4) as loader:
+    with Loader(Numbered(), 0, 30, num_workers=1, max_ready=0) as loader:
         places = {batch.ids.data_ptr() for batch in loader}
         assert len(places) <= loader.ring.num_slots
 
@@ -172,34 +170,16 @@ def test_workers_are_forked_regardless_of_the_default_of_python():
 
 def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
     layout = BatchLayout(128, ImageFormat((224, 224)), 8)
-    ring = plan_ring(layout, 4, 10**6, 4, None, False)
+    ring = plan_ring(layout, 4, 10**6, 4, False)
     assert ring.num_bytes <= 2**30
     assert ring.slot_bytes >= 128 * (224 * 224 * 3 + 8 + 8 + 4 + 8 * 4)
-    assert (
-        plan_ring(layout, 4, 10**6, 4, 0.2, False).num_slots
-        == int(0.2 * 2**30) // ring.slot_bytes
-        == 11
-    )
-    expected = (
-        r"loader.prefetch_gib=0.05 has room for 2 of a rank's batches \(128 images, 18.4 MiB\), but"
-        r" 4 workers need"
-    )
-    with pytest.raises(ValueError, match=expected) as raised:
-        plan_ring(layout, 4, 10**6, 4, 0.05, False)
-    enough = float(re.search("raise it to ([0-9.]+)", str(raised.value))[1])
-    assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
+    assert plan_ring(layout, 4, 10**6, 4, False, max_ready=0).num_slots == 7
     # Large batches do not need one buffer per worker, and small batches must not use a gigabyte.
-    assert (
-        plan_ring(
-            BatchLayout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False
-        ).num_slots
-        == 4
-    )
-    assert (
-        plan_ring(BatchLayout(64, ImageFormat((32, 32)), 8), 1, 10**6, 16, None, False).num_slots
-        == 35
-    )
-    few = plan_ring(layout, 4, 2, 4, None, False)
+    large = BatchLayout(4096, ImageFormat((224, 224)), 8)
+    assert plan_ring(large, 4, 10**6, 16, False).num_slots == 4
+    small = BatchLayout(64, ImageFormat((32, 32)), 8)
+    assert plan_ring(small, 1, 10**6, 16, False).num_slots == 35
+    few = plan_ring(layout, 4, 2, 4, False)
     assert few.num_slots == 2 + few.held_slots, (
         "there must not be more buffers than batches in an epoch"
     )
@@ -207,7 +187,7 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
 
 def test_buffers_do_not_share_pages():
     layout = BatchLayout(3, ImageFormat((5, 5), 1), 0)
-    made = Slots(plan_ring(layout, 1, 100, 1, None, False))
+    made = Slots(plan_ring(layout, 1, 100, 1, False))
     for slot in range(made.ring.num_slots):
         batch = made.batch(slot, layout)
         for name in ("images", "labels", "weights", "table", "ids"):

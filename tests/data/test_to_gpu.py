@@ -263,7 +263,7 @@ class Training:
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
-        self.slots = Slots(plan_ring(LAYOUT, 1, STEPS, 0, None, on_gpu=True))
+        self.slots = Slots(plan_ring(LAYOUT, 1, STEPS, 0, on_gpu=True))
         self.to_gpu = ToGpu(gpu, self.slots.memory(), gpu.invert)
 
     def next_batch(self, number: int) -> Batch:

@@ -405,7 +405,7 @@ def test_only_an_increased_count_of_oom_kills_is_reported_as_out_of_memory(
 @pytest.mark.parametrize("niceness", [0, 7])
 def test_workers_run_at_the_set_niceness(niceness):
     layout = Numbered().layout
-    slots = Slots(plan_ring(layout, 1, 4, 1, None, False), 1)
+    slots = Slots(plan_ring(layout, 1, 4, 1, False), 1)
     pool = WorkerPool(Numbered(), slots, 1, None, niceness)
     pool.put(0, 0, 0)
     pool.results(wait=True)

@@ -38,7 +38,6 @@ OF_A_HOST = {
     "loader.cache_gib",
     "loader.patience_s",
     "loader.num_workers",
-    "loader.prefetch_gib",
     "loader.stall_timeout_s",
     "run.dir",
     "run.local_dir",

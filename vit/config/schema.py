@@ -283,10 +283,6 @@ class LoaderConfig(Section):
     num_workers: Annotated[int, Field(ge=0)] = 4
     """Loader processes per rank; 0 decodes in the training process. Changes the speed, never
     the batches."""
-    prefetch_gib: Annotated[float | None, Field(gt=0)] = None
-    """GiB per rank for training batches that are being made, ready or in use. `None`: enough to
-    keep the workers busy, and up to 16 batches ahead if they fit into 1 GiB; evaluation always does
-    so. No effect with `num_workers: 0`."""
     stall_timeout_s: Annotated[float | None, Field(gt=0)] = 240.0
     """If a loader worker makes no progress for this many seconds, all workers of its rank are
     replaced, once for each part of a batch. Waiting for a store that still answers is progress.

@@ -62,7 +62,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     slower. If `device` is a GPU, images, labels and weights are copied to it while the previous
     step is still computing, and `on_device` runs right after this copy. Augmentation parameters and
     ids stay on the host. Without a GPU, `on_device` runs in this process. See `slots.plan_ring` for
-    `prefetch_gib` and `max_ready`.
+    `max_ready`.
 
     Iteration raises ShardError when it reaches a batch that failed, and
     `vit.data.worker_pool.WorkerError` immediately if a worker died, or if a worker hangs and cannot
@@ -76,7 +76,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         stop: int,
         *,
         num_workers: int = 0,
-        prefetch_gib: float | None = None,
         max_ready: int = MAX_READY_BATCHES,
         device: torch.device | None = None,
         stall_timeout_s: float | None = STALL_TIMEOUT_S,
@@ -92,7 +91,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             batches.row_unit,
             num_batches=stop - start,
             num_workers=num_workers,
-            prefetch_gib=prefetch_gib,
             on_gpu=on_gpu,
             max_ready=max_ready,
         )

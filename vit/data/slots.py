@@ -29,7 +29,8 @@ from vit.system.stages import STATUS_BYTES, WorkerStatus
 PART_ROWS = 128
 """The number of rows in a part of a batch. Computing the order and the random numbers takes 2 ms
 per part and 0.01 ms per row. Decoding takes 1 ms per row (docs/experiments/)."""
-DEFAULT_PREFETCH_BYTES = 2**30
+PREFETCH_BYTES = 2**30
+"""The memory of a ring that holds more batches than its workers need."""
 MAX_READY_BATCHES = 16
 """The default maximum number of ready batches. More ready batches do not reduce waits further."""
 EVAL_READY_BATCHES = 2
@@ -61,15 +62,13 @@ def plan_ring(
     row_unit: int,
     num_batches: int,
     num_workers: int,
-    prefetch_gib: float | None,
     on_gpu: bool,
     max_ready: int = MAX_READY_BATCHES,
 ) -> Ring:
     """Plan the memory of one rank's loader for `num_batches` batches in total.
 
-    `prefetch_gib` limits the memory. By default, the memory keeps all workers busy and holds up to
-    `max_ready` more batches if they fit in 1 GiB. The number of rows per part is a multiple of
-    `row_unit`. Raises ValueError if `prefetch_gib` is too small.
+    The memory keeps all workers busy, and holds up to `max_ready` more batches if they fit in 1
+    GiB. The number of rows per part is a multiple of `row_unit`.
     """
     rows = layout.num_rows
     slot_bytes = math.ceil(layout.num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
@@ -80,23 +79,12 @@ def plan_ring(
     if num_workers:
         part_rows = min(math.ceil(PART_ROWS / row_unit) * row_unit, rows)
     least = held + 1 + math.ceil(num_workers * part_rows / rows)
-    if not num_workers:
-        slots = least
-    elif prefetch_gib is None:
-        slots = min(max(least, DEFAULT_PREFETCH_BYTES // slot_bytes), least + max_ready)
-    else:
-        slots = int(prefetch_gib * 2**30) // slot_bytes
+    slots = least
+    if num_workers:
+        slots = min(max(least, PREFETCH_BYTES // slot_bytes), least + max_ready)
     # After `Loader.restart`, held batches may be left over from the previous pass, so add their
     # count.
     slots = min(slots, num_batches + held)
-    least = min(least, num_batches + held)
-    if slots < least:
-        needed_gib = math.ceil(least * slot_bytes / 2**30 * 1000) / 1000
-        raise ValueError(
-            f"loader.prefetch_gib={prefetch_gib:g} has room for {slots} of a rank's batches ({rows}"
-            f" images, {slot_bytes / 2**20:.1f} MiB), but {num_workers} workers need room for"
-            f" {least}: raise it to {needed_gib:g}, or lower loader.num_workers"
-        )
     return Ring(part_rows, slots, slot_bytes, held)
 
 

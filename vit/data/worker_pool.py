@@ -353,14 +353,14 @@ class WorkerPool:
             )
             cause = (
                 f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
-                " if memory ran out, lower loader.num_workers or loader.prefetch_gib"
+                " if memory ran out, lower loader.num_workers, or give the job more memory"
             )
             # The count is None if it cannot be read. A higher count proves that memory ran out on
             # this host or in this container, but another process may have been killed.
             if num_kills and kills_before is not None and num_kills > kills_before:
                 cause = (
-                    "because memory ran out, according to the kernel: lower loader.num_workers or"
-                    " loader.prefetch_gib"
+                    "because memory ran out, according to the kernel: lower loader.num_workers, or"
+                    " give the job more memory"
                 )
         return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"
 

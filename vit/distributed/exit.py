@@ -349,8 +349,8 @@ def out_of_memory(error: Exception) -> str:
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if Path(__file__).parents[1] / "data" / "loader.py" in files:
         return (
-            f"{reason} while loading a batch. Lower loader.num_workers, loader.prefetch_gib or"
-            " data.global_batch_size (eval.batch_size)"
+            f"{reason} while loading a batch. Lower loader.num_workers or data.global_batch_size"
+            " (eval.batch_size)"
         )
     # The failing code may have attached a note with more specific advice.
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("Lower ")]

@@ -74,11 +74,11 @@ def host_memory(
     """Compute the host memory of a run.
 
     evals: the batches of each evaluation split, `data.val_split` first. saved_bytes: the size of a
-    checkpoint. Raises ValueError if `loader.prefetch_gib` is too small.
+    checkpoint.
     """
     workers = loader.num_workers
-    ring = plan_ring(*train[:3], workers, loader.prefetch_gib, on_gpu)
-    rings = [plan_ring(*each[:3], workers, None, on_gpu, EVAL_READY_BATCHES) for each in evals]
+    ring = plan_ring(*train[:3], workers, on_gpu)
+    rings = [plan_ring(*each[:3], workers, on_gpu, EVAL_READY_BATCHES) for each in evals]
     # Three loaders exist at the same time: the training loader, the loader of `data.val_split`, and
     # the loader of another split during its evaluation.
     further_slots = max((each.num_bytes for each in rings[1:]), default=0)

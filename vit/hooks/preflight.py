@@ -92,8 +92,8 @@ def preflight(
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
             f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {worker_bytes / MIB:.0f} MiB per"
             f" worker; evaluation starts the same number of workers again{more}{saving}), but only"
-            f" {free_bytes / GIB:.2f} GiB are free: lower loader.num_workers, loader.prefetch_gib"
-            " or eval.batch_size, or give the job more memory"
+            f" {free_bytes / GIB:.2f} GiB are free: lower loader.num_workers or eval.batch_size, or"
+            " give the job more memory"
         )
 
     shm = Path("/dev/shm")

@@ -22,7 +22,7 @@ GIB = 2**30
     "settings",
     [
         ("loader.num_workers=0",),
-        ("loader.num_workers=3", "loader.prefetch_gib=0.01", "data.global_batch_size=12"),
+        ("loader.num_workers=3", "data.global_batch_size=12"),
         ("loader.num_workers=2", "order.aug_repeats=2", "augment.mixup_alpha=0.8", "train.steps=2"),
     ],
 )

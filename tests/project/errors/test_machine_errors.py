@@ -119,11 +119,6 @@ def _(place):
     place.train("loader.num_workers=1000000")
 
 
-@scenario("a prefetch that holds too few batches")
-def _(place):
-    place.train("loader.num_workers=2", "loader.prefetch_gib=0.00001")
-
-
 @scenario("the port is taken, ranks started by hand")
 def _(place):
     with taken_port() as port:

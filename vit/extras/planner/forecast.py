@@ -184,8 +184,7 @@ class Forecast:
 def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESULTS) -> Forecast:
     """Forecast the run of `config`. ImageNet-1k is assumed if the data cannot be opened.
 
-    Raises ValueError if batch sizes do not divide evenly (`vit.training.plan.make_plan`) or if
-    `loader.prefetch_gib` is too small.
+    Raises ValueError if batch sizes do not divide evenly (`vit.training.plan.make_plan`).
     """
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):

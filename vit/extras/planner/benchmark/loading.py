@@ -63,7 +63,6 @@ def _loader(config: LoaderConfig, data: RunData, train_step: TrainStep) -> Loade
         0,
         ENDLESS,
         num_workers=config.num_workers,
-        prefetch_gib=config.prefetch_gib,
         device=train_step.world.device,
         stall_timeout_s=config.stall_timeout_s,
         on_device=train_step.augment.change_batch,

@@ -165,7 +165,6 @@ class Trial:
             first,
             stop,
             num_workers=config.loader.num_workers,
-            prefetch_gib=config.loader.prefetch_gib,
             device=world.device,
             stall_timeout_s=config.loader.stall_timeout_s,
             on_device=step.augment.change_batch,
