@@ -88,10 +88,7 @@ OPTIONS: Choices = {
         ("order.aug_repeats=2",),
         ("order.aug_repeats=3", "order.aug_repeats_form=sampler"),
     ],
-    "order": [
-        ("order.block_samples=4", "order.window_blocks=3", "order.num_lanes=3"),
-        ("order.num_lanes=1",),
-    ],
+    "order": [("order.block_samples=4", "order.num_lanes=3"), ("order.num_lanes=1",)],
     "selection": [
         ("data.fraction=0.7", "data.fraction_of=class"),
         ("data.samples_per_class=12",),

@@ -311,10 +311,8 @@ class OrderConfig(Section):
     """Parallel reading positions of the order; divides `global_batch_size`. `None`: its largest
     divisor up to 64."""
     block_samples: Annotated[Positive | None, OnlyWith("stream.urls=null")] = None
-    """Consecutive samples that are read together. `None`: 1 below 262,144 samples (a true
-    permutation), else 64."""
-    window_blocks: Annotated[Positive, OnlyWith("stream.urls=null")] = 16
-    """Blocks per shuffling window of a lane, unless a block is one sample: a true permutation."""
+    """Consecutive samples that are read together; each lane shuffles the samples of 16 such blocks.
+    `None`: 1 below 262,144 samples (a true permutation), else 64."""
     aug_repeats: Annotated[Positive, OnlyWith("stream.urls=null")] = 1
     """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented independently;
     an epoch keeps its number of steps. 1: off."""

@@ -274,7 +274,7 @@ def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
             block_bytes = block_samples * cached.stored_bytes // split.num_samples
             open_bytes += min(blocks * block_bytes, cached.stored_bytes)
     if cached is not None and cached.cache.limit_bytes < open_bytes:
-        remedy = "lower order.num_lanes or order.window_blocks"
+        remedy = "lower order.num_lanes"
         if order.block_samples == 1:
             remedy = "set order.block_samples=64"
         yield (

@@ -165,18 +165,11 @@ def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = (
         data.global_batch_size,
         config.train.seed,
         block_samples=settings.block_samples,
-        window_blocks=settings.window_blocks,
         aug_repeats=settings.aug_repeats,
         aug_repeats_form=settings.aug_repeats_form,
         shares=shares,
     )
     order = make(num_lanes=settings.num_lanes)
-    usual = type(settings).model_fields["window_blocks"].default
-    if order.block_samples == 1 and settings.window_blocks != usual:
-        raise ValueError(
-            f"order.window_blocks={settings.window_blocks} has no effect with blocks of one sample,"
-            " which are fully shuffled: set order.block_samples, or remove order.window_blocks"
-        )
     if not mixes(augment) or not _copies_mix(order, augment):
         return order
     choices = possible_lanes(

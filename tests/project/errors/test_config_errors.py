@@ -102,7 +102,6 @@ ALONE = {
     ],
     "a setting that has no effect without another one": ["guard.spike_sigmas=4"],
     "limits for spikes in a run that ends before the first": ["guard.on_spike=skip"],
-    "a window of blocks that are one sample each": ["order.window_blocks=32"],
     "a rewind that would pass over the entire run": ["guard.on_nonfinite=rewind"],
     "a batch larger than the data": ["data.global_batch_size=64"],
     "no such dataset folder": ["data.root=data/nowhere"],

@@ -79,13 +79,7 @@ _TEXTS = {
     "train.exact_over_ranks": "sums and random numbers are independent of the number of ranks",
     "augment.mix_group_size": "the number of images that share one draw of MixUp and CutMix",
 }
-_ORDER = (
-    "order.num_lanes",
-    "order.block_samples",
-    "order.window_blocks",
-    "train.seed",
-    "train.exact_over_ranks",
-)
+_ORDER = ("order.num_lanes", "order.block_samples", "train.seed", "train.exact_over_ranks")
 _HARMLESS = (
     "train.precision",
     "train.residual_dtype",
