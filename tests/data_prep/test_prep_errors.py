@@ -293,9 +293,10 @@ def _(place):
     background.wait_for("train-*.json", ".train-*.tar.*.tmp")
     os.kill(
         next(
-            child
+            worker
             for child in children(background.process.pid)
-            if "spawn_main" in command_line(child)
+            if "forkserver" in command_line(child)
+            for worker in children(child)
         ),
         signal.SIGKILL,
     )

@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def rows(section: str) -> list[Row]:
-    parts = yaml.safe_load(DOCUMENT.read_text())[section].values()
+    parts = yaml.load(DOCUMENT.read_text(), yaml.CSafeLoader)[section].values()
     return [Row(**row) for part in parts for row in part]
 
 
