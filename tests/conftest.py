@@ -3,6 +3,7 @@ missing programs."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import tempfile
@@ -55,6 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
         )
     )
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the collected tests and the imported modules from garbage collections, each of which
+    would scan them for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 # ---- processes that tests start ------------------------------------------------------------------

@@ -100,16 +100,17 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
 
 
 def test_garbage_is_collected_at_log_lines_only():
+    gc.unfreeze()
     assert gc.isenabled()
-    _collect_garbage()
+    _collect_garbage(freeze=True)
     assert gc.get_freeze_count() == 0, "outside the block, garbage must be collected as usual"
     with collect_garbage_at_log_lines():
         assert not gc.isenabled()
-        _collect_garbage()
+        _collect_garbage(freeze=True)
         set_aside = gc.get_freeze_count()
         assert set_aside > 0
         born = [[] for _ in range(10_000)]
-        _collect_garbage()
+        _collect_garbage(freeze=False)
         # Other threads may have freed some of the frozen objects.
         assert gc.get_freeze_count() < set_aside + len(born) // 2, (
             "only the first collection must freeze objects"
@@ -118,9 +119,8 @@ def test_garbage_is_collected_at_log_lines_only():
     assert gc.get_freeze_count() == 0
     gc.freeze()
     with collect_garbage_at_log_lines():
-        _collect_garbage()
+        _collect_garbage(freeze=False)
     assert gc.get_freeze_count() > 0, "objects frozen by other code must stay frozen"
-    gc.unfreeze()
 
 
 def test_waits_of_all_ranks_are_summed_up():
