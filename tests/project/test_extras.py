@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from extras.deleted_extras import DELETED, OWN, extra_of
+from processes import environment
+from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = sorted(path.parent.name for path in (ROOT / "vit" / "extras").glob("*/__init__.py"))
@@ -29,6 +30,9 @@ NEEDED_BY = {
 expected error. Extras that are not listed cannot be required by a config."""
 SCRIPT = """
 import importlib, pkgutil, sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("vit", "data_prep")]:
+    del sys.modules[name]  # imported before the fork
+sys.path.insert(0, sys.argv[1])
 import vit, data_prep
 assert vit.__file__.startswith(sys.argv[1]), vit.__file__
 for package in (vit, data_prep):
@@ -80,11 +84,12 @@ def test_everything_else_works_without_the_extra(name, tmp_path):
     for folder in ("vit", "data_prep", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc"))
     shutil.rmtree(tmp_path / "vit" / "extras" / name)
+    env = {**environment(), "HOME": str(tmp_path)}
     word, refusal = NEEDED_BY.get(name, ("log.report=false", ""))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), word, *PLAIN],
+        [python(env), "-c", SCRIPT, str(tmp_path), word, *PLAIN],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        env=env,
         capture_output=True,
         text=True,
     )

@@ -72,6 +72,7 @@ def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatc
     assert passed["an evaluation's logits in fp32 are close to the CPU's in fp32"] is False
 
 
+@pytest.mark.full
 def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
     captured = partial(compiling.compile_blocks, backend="eager")
     monkeypatch.setattr(compiling, "compile_blocks", captured)
