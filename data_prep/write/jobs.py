@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +22,9 @@ from vit.system.meter import Meter
 JOBS_WAITING = 4
 """The number of queued jobs per worker: enough to keep the worker busy, but few enough that a
 million jobs need little memory."""
+SERVER_PATH_BYTES = 70
+"""The maximum length of the path of the temporary folder, in which the fork server creates a
+socket. The kernel limits the path of the socket, which is 32 bytes longer, to 103 bytes (macOS)."""
 
 
 def run_jobs(
@@ -42,7 +46,8 @@ def run_jobs(
     """
     # The threads of this process (torch, rich) do not survive a fork, so a server forks workers. It
     # imports the modules once, which costs each spawned worker 0.3 CPU-seconds.
-    context = multiprocessing.get_context("forkserver")
+    has_short_path = len(os.fsencode(tempfile.gettempdir())) <= SERVER_PATH_BYTES
+    context = multiprocessing.get_context("forkserver" if has_short_path else "spawn")
     context.set_forkserver_preload([name for name in sys.modules if name.startswith("data_prep.")])
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)

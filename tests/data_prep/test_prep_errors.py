@@ -295,8 +295,8 @@ def _(place):
         next(
             worker
             for child in children(background.process.pid)
-            if "forkserver" in command_line(child)
-            for worker in children(child)
+            for worker in [child, *children(child)]  # the child may be a fork server
+            if "spawn_main" in command_line(worker) or worker != child
         ),
         signal.SIGKILL,
     )
