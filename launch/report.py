@@ -21,7 +21,6 @@ from vit.distributed.exit import run_command
 from vit.distributed.process_group import World, join_world
 from vit.extras.report.page import make_report
 from vit.extras.report.pictures import PAINTERS
-from vit.loggers.wandb_upload import ToWandb
 from vit.run_folder import METRICS_FILE, is_in_use, local_copy, newest_run
 from vit.system.by_name import load
 from vit.system.command_line import Parser
@@ -36,7 +35,10 @@ def main() -> World:
     run_dir = local_copy(run)
     reading = load("vit.extras.remote_runs.reading", run) if is_url(run) else None
     in_use = is_in_use(run_dir) if reading is None else reading.is_in_use(run)
-    to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
+    to_wandb = None
+    if args.to_wandb:
+        upload = load("vit.extras.loggers.wandb_upload:ToWandb", "--to-wandb")
+        to_wandb = upload(run_dir, bool(in_use))
     # A training that is still running may use all GPU memory.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = join_world(device, "--device ")

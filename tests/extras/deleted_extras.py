@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 OWN = {
     "audit": ("launch/audit.py", "docs/audit.md"),
     "export": ("launch/export.py",),
+    "loggers": (),
     "planner": (
         *("launch/bench.py", "launch/plan.py"),
         *("benchmarks/gpu_check", "benchmarks/planner"),

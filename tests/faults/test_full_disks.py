@@ -31,6 +31,7 @@ import pytest
 import torch
 import warm_python
 from error_rows import leave_free, small_disk, snapshot
+from extras.deleted_extras import needs
 from processes import TINY, call, command, environment, metrics, run_here
 
 from data_prep.read.archives import inflate_tar
@@ -46,8 +47,6 @@ from vit.hooks.sample_losses import SampleLosses
 from vit.inference.output import csv_file
 from vit.loggers.lines import read_lines
 from vit.loggers.record import Record
-from vit.loggers.tensorboard import TensorboardView
-from vit.loggers.wandb_logger import WandbProcess
 from vit.model import create_model
 from vit.run_folder import METRICS_FILE, RunLock, mark_stopped
 from vit.system.drawing import drawing
@@ -323,8 +322,11 @@ def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
 # Python only prints unhandled exceptions in threads, so this mark makes such an exception fail the
 # test.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@needs("loggers")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):
+    from vit.extras.loggers.tensorboard import TensorboardView
+
     messages = list[str]()
 
     def lines() -> Iterator[tuple[int, float, dict[str, float]]]:
@@ -347,7 +349,10 @@ def test_tensorboard_ends_with_one_line(disk, free_kib):
     assert "metrics.jsonl has everything" in messages[0]
 
 
+@needs("loggers")
 def test_wandb_ends_with_one_line(disk):
+    from vit.extras.loggers.wandb_logger import WandbProcess
+
     messages = list[str]()
     (disk / "run").mkdir()
     leave_free(disk, 0)

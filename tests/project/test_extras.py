@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = sorted(path.parent.name for path in (ROOT / "vit" / "extras").glob("*/__init__.py"))
 PLAIN = ("log.report=false", "eval.reference=null", "data.root=data", "run.dir=run")
 NEEDED_BY = {
+    "loggers": ("log.tensorboard=true", "log.tensorboard=true needs"),
     "planner": ("--check", "--check needs"),
     "recipes": ("eval.reference=demo", "eval.reference needs"),
     "remote_runs": ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run needs"),
@@ -49,6 +50,8 @@ word = sys.argv[2]
 try:
     if word == "--check":
         load("vit.extras.planner.check.all_checks:check", word)
+    elif word.startswith("log.tensorboard"):
+        load("vit.extras.loggers.tensorboard:TensorboardView", word)
     elif word.startswith("stream.urls"):
         load(STREAM, "stream.urls")
     else:

@@ -48,6 +48,7 @@ ROOMS = (
     "vit.extras.stream",
     "vit.extras.remote_runs",
     "vit.extras.export",
+    "vit.extras.loggers",
     "vit.extras.planner",
     "vit.extras.report",
     "vit.extras.recipes",

@@ -1,8 +1,8 @@
 """Write metrics and events of a run to `metrics.jsonl`, and display them.
 
-Rank 0 appends one JSON object per line. Console, Weights & Biases (`vit.loggers.wandb_logger`) and
-TensorBoard (`vit.loggers.tensorboard`) only display lines of `metrics.jsonl`. If W&B is off,
-offline or hangs, the run continues and writes the same file. A resumed run appends to the file, and
+Rank 0 appends one JSON object per line. Console, Weights & Biases and TensorBoard
+(`vit.extras.loggers`) only display lines of `metrics.jsonl`. If W&B is off, offline or hangs, the
+run continues and writes the same file. A resumed run appends to the file, and
 `read_metrics` drops the lines that a resumed run has replaced. `StartTimes` measures the startup.
 """
 
@@ -34,6 +34,16 @@ from vit.system.redact import printed, shown, shown_values
 
 SILENT_S = 60.0
 """The maximum time between two progress lines in a log file. A single step may take minutes."""
+
+
+def wandb_mode(setting: str) -> str:
+    """Combine `log.wandb` with W&B's own variable WANDB_MODE: online, offline or off."""
+    variable = os.environ.get("WANDB_MODE", "")
+    if setting == "off" or variable == "disabled":
+        return "off"
+    if setting == "offline" or (setting == "auto" and variable in ("offline", "dryrun")):
+        return "offline"
+    return "online"
 
 
 class Record:
@@ -180,12 +190,14 @@ class Record:
 
         Training does not wait for W&B; a later line reports whether it works.
         """
-        if not self.is_main or self._config.wandb == "off":
+        if not self.is_main:
             return
-        wandb_logger = load("vit.loggers.wandb_logger", "log.wandb")
-        mode = wandb_logger.wanted_mode(self._config.wandb)
+        mode = wandb_mode(self._config.wandb)
         if mode != "off":
-            self._wandb = wandb_logger.WandbProcess(self._run_dir, mode, self.log)
+            wandb_process = load(
+                "vit.extras.loggers.wandb_logger:WandbProcess", f"log.wandb={self._config.wandb}"
+            )
+            self._wandb = wandb_process(self._run_dir, mode, self.log)
 
     def start_tensorboard(self) -> None:
         """Start displaying this run in TensorBoard, beginning with all existing lines."""
@@ -193,7 +205,7 @@ class Record:
             lines = read_metrics(self._run_dir / METRICS_FILE)
             shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
             tensorboard_view = load(
-                "vit.loggers.tensorboard:TensorboardView", "log.tensorboard=true"
+                "vit.extras.loggers.tensorboard:TensorboardView", "log.tensorboard=true"
             )
             self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.log)
 
@@ -221,7 +233,7 @@ class Record:
     def close(self) -> None:
         """Close the live line, metrics.jsonl, the event file and the W&B run.
 
-        W&B may take up to the time limits in `vit.loggers.wandb_logger`.
+        W&B may take up to the time limits in `vit.extras.loggers.wandb_logger`.
         """
         if not self.is_main:
             return

@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from loggers.wandb_runs import use_server
 from ranks import together
 from servers import WebServer
 
@@ -94,7 +93,8 @@ def test_wandb_is_checked_with_and_without_a_reachable_server(no_key, monkeypatc
         assert verdict == "ok", message
         assert message.startswith(f"{server.url} answered in ")
         assert "secret" not in message
-        use_server(monkeypatch, server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
         assert checked_wandb("online")[0] == "ok"
     verdict, message = checked_wandb("auto")
     assert verdict == "note"

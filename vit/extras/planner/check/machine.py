@@ -28,7 +28,7 @@ from vit.data.decode.images import decoder_name
 from vit.distributed.host_differences import differences, software
 from vit.distributed.process_group import RankLost, World
 from vit.extras.planner.check.findings import Finding, Verdict, few
-from vit.loggers.wandb_logger import wanted_mode
+from vit.loggers.record import wandb_mode
 
 NUM_TIMES = 5
 """The number of clock readings on each host. The median difference is used."""
@@ -145,7 +145,7 @@ def look_at_views(log: LogConfig) -> list[tuple[str, str]]:
 
 
 def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
-    mode = wanted_mode(log.wandb)
+    mode = wandb_mode(log.wandb)
     if mode == "off":
         return Verdict.OK, "off, as configured"
     # A run continues without W&B, but a user who set "online" relies on it.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from loggers.wandb_runs import Server, use_server
+from extras.loggers.wandb_runs import Server, use_server
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from vit.extras.loggers.wandb_logger import OPEN_S, WandbProcess
+from vit.extras.loggers.wandb_process import INIT_S
 from vit.loggers.lines import numbers_of, read_metrics
-from vit.loggers.wandb_logger import OPEN_S, WandbProcess, wanted_mode
-from vit.loggers.wandb_process import INIT_S
+from vit.loggers.record import wandb_mode
 from vit.run_folder import METRICS_FILE
 
 
@@ -26,7 +27,7 @@ class ToWandb:
     def __init__(self, run_dir: Path, is_in_use: bool):
         if importlib.util.find_spec("wandb") is None:
             raise ValueError("--to-wandb: wandb is not installed: pip install wandb")
-        self._mode = wanted_mode("auto")
+        self._mode = wandb_mode("auto")
         if self._mode == "off":
             raise ValueError("--to-wandb: WANDB_MODE=disabled switches W&B off: unset it")
         if is_in_use:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from loggers.wandb_runs import (
+from extras.loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
@@ -20,7 +20,7 @@ from loggers.wandb_runs import (
     wandb_pids,
 )
 
-from vit.loggers import wandb_logger
+from vit.extras.loggers import wandb_logger
 
 WAITING_S = 15.0
 """The documented limit, in seconds, for the delay that W&B may add to a run at its start and end

@@ -1,6 +1,6 @@
 """Draw a run's W&B page from the files of an offline run: docs/images/wandb.png.
 
-    python tests/loggers/draw_wandb_page.py runs/demo docs/images/wandb.png
+    python tests/extras/loggers/draw_wandb_page.py runs/demo docs/images/wandb.png
 
 The script imitates the layout of W&B, which has one section per key prefix and one panel per key.
 The history and the images are read from RUN/wandb/offline-run-*, which contains the files that
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "helpers")]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "helpers")]
 
-from loggers.wandb_runs import parts, read_wandb  # noqa: E402
+from extras.loggers.wandb_runs import parts, read_wandb  # noqa: E402
 
 AXIS = "global_step"
 SHOWN = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from extras.deleted_extras import needs
-from loggers.wandb_runs import numbers, one_run, parts, read_wandb, recorded
+from extras.loggers.wandb_runs import numbers, one_run, parts, read_wandb, recorded
 from processes import run_here
 
-from vit.loggers.wandb_upload import ToWandb
+from vit.extras.loggers.wandb_upload import ToWandb
 
 
 def with_record(folder: Path) -> Path:

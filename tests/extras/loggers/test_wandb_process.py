@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from loggers.wandb_runs import (
+from extras.loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
@@ -37,12 +37,12 @@ from PIL import Image
 from processes import Background, train, write_config
 
 from vit.config.schema import LogConfig
-from vit.loggers import wandb_logger, wandb_process
-from vit.loggers.record import Record
-from vit.loggers.wandb_process import Feed
-from vit.loggers.wandb_upload import ToWandb
+from vit.extras.loggers import wandb_logger, wandb_process
+from vit.extras.loggers.wandb_process import Feed
+from vit.extras.loggers.wandb_upload import ToWandb
+from vit.loggers.record import Record, wandb_mode
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def remedy(folder: Path, variable: str = "") -> str:
@@ -359,7 +359,7 @@ def test_the_mode_follows_the_config_and_then_wandbs_own_variable(
     monkeypatch, setting, variable, mode
 ):
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert wandb_logger.wanted_mode(setting) == mode
+    assert wandb_mode(setting) == mode
 
 
 @pytest.mark.parametrize(("variable", "project"), [("digits", "digits"), ("", "vit")])

@@ -1,8 +1,8 @@
 """Show a run on Weights & Biases, in the only process that imports wandb.
 
-    python vit/loggers/wandb_process.py RUN_DIR MODE PARENT
+    python vit/extras/loggers/wandb_process.py RUN_DIR MODE PARENT
 
-`vit.loggers.wandb_logger` starts this file as a script. The script follows the record,
+`vit.extras.loggers.wandb_logger` starts this file as a script. The script follows the record,
 `metrics.jsonl`, and reads the run's config from `config.yaml`. Training ends the run by writing
 `wandb/end.json`, with the outcome, pictures and tables. If training was killed, the script reads
 the record to its end. Lines for the user are printed on stdout.
@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-sys.path.append(str(Path(__file__).parents[2]))  # last, so that no module here shadows W&B's
+sys.path.append(str(Path(__file__).parents[3]))  # last, so that no module here shadows W&B's
 
 from vit.loggers.lines import PROVENANCE, Rows, parse_lines
 

@@ -1,6 +1,7 @@
 """Run Weights & Biases in a separate process, which can neither block nor crash training.
 
-The process, `vit/loggers/wandb_process.py`, reads metrics.jsonl, so training only reports its end.
+The process, `vit/extras/loggers/wandb_process.py`, reads metrics.jsonl, so training only reports
+its end.
 Online, it runs during training. Offline, it runs after training and writes one folder.
 
     runs/<name>/wandb_id               one id for all attempts
@@ -24,10 +25,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from vit.loggers import wandb_process
-from vit.loggers.wandb_process import END_FILE, FINISH_S, POLL_S, REPORTED, children_of, remedy
+from vit.extras.loggers import wandb_process
+from vit.extras.loggers.wandb_process import (
+    END_FILE,
+    FINISH_S,
+    POLL_S,
+    REPORTED,
+    children_of,
+    remedy,
+)
 from vit.system.files import replacing
 
 OPEN_S = 10.0
@@ -38,26 +46,15 @@ ANNOUNCE_S = 6.0
 """An upload that takes longer than this is announced."""
 SCRIPT = wandb_process.__file__
 
-Mode = Literal["online", "offline", "off"]
-
-
-def wanted_mode(setting: str) -> Mode:
-    """Combine `log.wandb` with W&B's own variable WANDB_MODE."""
-    variable = os.environ.get("WANDB_MODE", "")
-    if setting == "off" or variable == "disabled":
-        return "off"
-    if setting == "offline" or (setting == "auto" and variable in ("offline", "dryrun")):
-        return "offline"
-    return "online"
-
 
 class WandbProcess:
     """The W&B process, as used by training. No method raises an error, and only `close` waits.
 
-    log_line: prints a line. Call `poll` regularly to print the lines of the W&B process.
+    mode: online or offline. log_line: prints a line. Call `poll` regularly to print the lines of
+    the W&B process.
     """
 
-    def __init__(self, run_dir: Path, mode: Mode, log_line: Callable[[str], None]):
+    def __init__(self, run_dir: Path, mode: str, log_line: Callable[[str], None]):
         self._run_dir = run_dir
         self._folder = run_dir / "wandb"
         self._mode = mode
