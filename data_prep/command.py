@@ -31,6 +31,8 @@ from vit.system.meter import duration
 
 Flags = Mapping[str, Mapping[str, Any]]
 """Maps each flag to its keyword arguments for `add_argument`."""
+Command = Callable[[argparse.Namespace], int | None]
+"""A function that runs a parsed command line, and returns the exit status if it can be nonzero."""
 Main = Callable[..., int]
 """A function that runs a command line, by default `sys.argv`, and returns the exit status."""
 VAL_FRACTION = 0.1
@@ -208,29 +210,24 @@ def command_line(
     name: str,
     doc: str | None,
     groups: Mapping[str, Flags],
-    command: Callable[[argparse.Namespace], None],
+    command: Command,
     remedy: str = "run the same command again to continue",
 ) -> Main:
     """Return the `main` function of `data_prep.<name>`.
 
-    groups: the flags under each heading of --help; "" means no heading. remedy: see `run`.
+    groups: the flags under each heading of --help; "" means no heading. command, remedy: see `run`.
     """
 
     def main(argv: list[str] | None = None) -> int:
-        return run(command, make_parser(name, doc, groups).parse_args(argv), remedy)
+        parser = Parser(f"python -m data_prep.{name}", doc)
+        for heading, flags in groups.items():
+            group = parser.add_argument_group(heading) if heading else parser
+            number = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group
+            for flag, options in flags.items():
+                (number if flag in EXCLUSIVE else group).add_argument(flag, **options)
+        return run(command, parser.parse_args(argv), remedy)
 
     return main
-
-
-def make_parser(name: str, doc: str | None, groups: Mapping[str, Flags]) -> Parser:
-    """Return the parser of `data_prep.<name>`. The arguments are those of `command_line`."""
-    parser = Parser(f"python -m data_prep.{name}", doc)
-    for heading, flags in groups.items():
-        group = parser.add_argument_group(heading) if heading else parser
-        number = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group
-        for flag, options in flags.items():
-            (number if flag in EXCLUSIVE else group).add_argument(flag, **options)
-    return parser
 
 
 def source_command(
@@ -321,12 +318,8 @@ def _summary(plan: WritePlan) -> str:
     return "\n".join([*lines, f"nothing was written to {plan.output}"])
 
 
-def run(
-    command: Callable[[argparse.Namespace], None],
-    args: argparse.Namespace,
-    remedy: str = "run the same command again to continue",
-) -> int:
-    """Run a command and return its exit status: 0, or 2 after a one-line error message.
+def run(command: Command, args: argparse.Namespace, remedy: str) -> int:
+    """Run a command and return its exit status, or 2 after a one-line error message.
 
     remedy: advice on continuing, printed after an interruption. SIGTERM interrupts the command
     like Ctrl-C. Incomplete files are removed, and complete shards are kept.
@@ -340,8 +333,7 @@ def run(
     redact.guard_console()
     handler_before = signal.signal(signal.SIGTERM, stop)
     try:
-        command(args)
-        return 0
+        return command(args) or 0
     except (PrepError, ShardError) as error:
         print(redact.printed(f"error: {error}"), file=sys.stderr)
     except OSError as error:

@@ -52,7 +52,7 @@ from data_prep.check.shard_checks import (
     check_shard_quickly,
     counted,
 )
-from data_prep.command import WORKERS_FLAG, Flags, make_parser, positive, run
+from data_prep.command import WORKERS_FLAG, Flags, command_line, positive
 from data_prep.write.card_text import number_range
 from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import recorded_layout
@@ -255,21 +255,16 @@ FLAGS: Flags = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
-    args = make_parser("verify", __doc__, {"": FLAGS}).parse_args(argv)
-    has_failed = False
+def _run(args: argparse.Namespace) -> int:
+    report = verify(args.root, args.workers, args.sample if args.quick else None)
+    try:
+        print_report(report)
+    except BrokenPipeError:  # raised by `verify ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(report.count(fails=True) > 0 or (args.strict and bool(report.findings)))
 
-    def command(args: argparse.Namespace) -> None:
-        nonlocal has_failed
-        report = verify(args.root, args.workers, args.sample if args.quick else None)
-        has_failed = report.count(fails=True) > 0 or (args.strict and bool(report.findings))
-        try:
-            print_report(report)
-        except BrokenPipeError:  # raised by `verify ... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    return run(command, args, "run the command again") or int(has_failed)
+main = command_line("verify", __doc__, {"": FLAGS}, _run, "run the command again")
 
 
 if __name__ == "__main__":
