@@ -29,7 +29,7 @@ import numpy as np
 from data_prep.command import source_command
 from data_prep.errors import PrepError
 from data_prep.read.archives import small_members
-from data_prep.read.raw_images import Records, array_source, download_flags, download_if_asked
+from data_prep.read.raw_images import add_records, download_flags, download_if_asked, read_jpeg
 from data_prep.write.catalogue import Builder, Source
 
 SIDE = 32
@@ -136,12 +136,12 @@ def source(path: Path, classes: int | None = None) -> Source:
     Raises PrepError in the same cases as `find_place`.
     """
     kind, place = find_place(path, classes)
-    records = partial(_records, kind, place)
-    return array_source("cifar", {"classes": kind.num_classes}, (3, SIDE, SIDE), records)
+    read = partial(read_jpeg, shape=(3, SIDE, SIDE))
+    return Source("cifar", {"classes": kind.num_classes}, partial(_fill, kind, place), read)
 
 
-def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
-    """Yield the records of each file: label bytes, then 1,024 bytes each of red, green and blue."""
+def _fill(kind: Kind, place: Path, builder: Builder) -> None:
+    """Add the records of each file: label bytes, then 1,024 bytes each of red, green and blue."""
     needed = (*kind.files, kind.class_names)
     folder = place
     if not place.is_dir():
@@ -173,15 +173,17 @@ def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
                 f" records of {record_bytes:,} bytes): download the file again"
             )
         records = np.memmap(path, np.uint8, "r").reshape(count, record_bytes)
-        yield Records(
-            split=split,
-            file=builder.file(path),
+        add_records(
+            builder,
+            split,
+            path,
             labels=records[:, kind.label_bytes - 1].astype(np.int32),
-            labels_from=place / name,
+            labels_path=place / name,
             first=kind.label_bytes,
             step=record_bytes,
-            name_stem=name,
-            key_stem=path.stem,
+            image_bytes=PIXEL_BYTES,
+            names=name,
+            keys=path.stem,
         )
 
 

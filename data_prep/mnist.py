@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from data_prep.command import source_command
 from data_prep.errors import PrepError, readable
 from data_prep.read.archives import DAMAGE
 from data_prep.read.download import checksum_of
-from data_prep.read.raw_images import Records, array_source, download_flags, download_if_asked
+from data_prep.read.raw_images import add_records, download_flags, download_if_asked, read_jpeg
 from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28
@@ -185,11 +185,11 @@ def source(folder: Path, variant: str = "mnist") -> Source:
                 f"{path}: this file belongs to {VARIANTS[owner].torchvision_folder};"
                 f" use --variant {owner}"
             )
-    records = partial(_records, files, variant)
-    return array_source("mnist", {"variant": variant}, (SIDE, SIDE), records)
+    fill = partial(_fill, files, variant)
+    return Source("mnist", {"variant": variant}, fill, partial(read_jpeg, shape=(SIDE, SIDE)))
 
 
-def _records(files: Mapping[str, Path], variant: str, builder: Builder) -> Iterator[Records]:
+def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
         labels_file = files[f"{part}-labels-idx1-ubyte"]
@@ -201,15 +201,17 @@ def _records(files: Mapping[str, Path], variant: str, builder: Builder) -> Itera
         if images_file.suffix == ".gz":
             images_file = builder.folder / name
             images_file.write_bytes(content)
-        yield Records(
-            split=split,
-            file=builder.file(images_file),
-            labels=labels,
-            labels_from=labels_file,
+        add_records(
+            builder,
+            split,
+            images_file,
+            labels,
+            labels_file,
             first=HEADER_BYTES["images"],
             step=SIDE * SIDE,
-            name_stem=f"{part}-images",
-            key_stem=part,
+            image_bytes=SIDE * SIDE,
+            names=f"{part}-images",
+            keys=part,
         )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -15,60 +13,46 @@ from PIL import Image
 from data_prep.command import Flags
 from data_prep.errors import PrepError
 from data_prep.read.download import download
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalogue import Builder
 from data_prep.write.samples import Sample, read_range
 
 
-class Records(NamedTuple):
-    """The images in an uncompressed file, which begin at equal distances."""
-
-    split: str
-    file: int
-    """The index of the file in the catalog."""
-    labels: np.ndarray
-    labels_from: object
-    """The path of the label file, used in messages."""
-    first: int
-    """The offset of the first image in bytes."""
-    step: int
-    """The distance between the starts of two images in bytes."""
-    name_stem: str
-    key_stem: str
-
-
-def array_source(
-    name: str,
-    options: dict[str, Any],
-    shape: tuple[int, ...],
-    records: Callable[[Builder], Iterable[Records]],
-) -> Source:
-    """Return a `Source` of raw images. shape: (H, W) or (3, H, W). records: a function that sets
-    the classes and returns the images of each file."""
-    fill = partial(_fill, records, math.prod(shape))
-    return Source(name, options, fill, partial(read_jpeg, shape=shape))
-
-
-def _fill(
-    records: Callable[[Builder], Iterable[Records]], image_bytes: int, builder: Builder
+def add_records(
+    builder: Builder,
+    split: str,
+    path: Path,
+    labels: np.ndarray,
+    labels_path: Path,
+    *,
+    first: int,
+    step: int,
+    image_bytes: int,
+    names: str,
+    keys: str,
 ) -> None:
-    for part in records(builder):
-        count = len(part.labels)
-        num_classes = len(builder.class_names)
-        if part.labels.max() >= num_classes:
-            number = int(np.argmax(part.labels >= num_classes))
-            raise PrepError(
-                f"{part.labels_from}: record {number} has label {part.labels[number]}, expected 0"
-                f" to {num_classes - 1}: download the file again"
-            )
-        builder.add(
-            part.split,
-            part.file,
-            names=[f"{part.name_stem}/{number}" for number in range(count)],
-            labels=part.labels,
-            offsets=part.first + part.step * np.arange(count),
-            sizes=np.full(count, image_bytes),
-            keys=[f"{part.key_stem}-{number:05d}" for number in range(count)],
+    """Add the images in an uncompressed file, which begin at equal distances, to a split.
+
+    labels: one per image. labels_path: the label file, named in the PrepError for a wrong label.
+    first: the offset of the first image in bytes. step: the distance between the starts of two
+    images in bytes. names, keys: the beginnings of the images' names and keys.
+    """
+    num_classes = len(builder.class_names)
+    if labels.max() >= num_classes:
+        number = int(np.argmax(labels >= num_classes))
+        raise PrepError(
+            f"{labels_path}: record {number} has label {labels[number]}, expected 0 to"
+            f" {num_classes - 1}: download the file again"
         )
+    numbers = range(len(labels))
+    builder.add(
+        split,
+        builder.file(path),
+        names=[f"{names}/{number}" for number in numbers],
+        labels=labels,
+        offsets=first + step * np.arange(len(labels)),
+        sizes=np.full(len(labels), image_bytes),
+        keys=[f"{keys}-{number:05d}" for number in numbers],
+    )
 
 
 def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
