@@ -207,8 +207,8 @@ def list_with_tarfile(tiny: Path, num_inner: int) -> int:
 
 
 def catalogue(source: Source, out: Path) -> None:
-    with quiet():
-        open_catalogue(source, out / "_catalogue", seed=0)
+    with quiet(), open_catalogue(source, out / "_catalogue", seed=0):
+        pass
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -384,12 +384,13 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     with empty_folder(place) as out:
+        source = Source("simulated", {}, fill, read_range)
         began = time.monotonic()
-        made = open_catalogue(Source("simulated", {}, fill, read_range), out / "_catalogue", seed=0)
-        finished = time.monotonic()
-        # Look up as many samples as one shard has.
-        made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))
-        num_bytes = sum(path.stat().st_size for path in made.folder.iterdir())
+        with open_catalogue(source, out / "_catalogue", seed=0) as made:
+            finished = time.monotonic()
+            # Look up as many samples as one shard has.
+            made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))
+            num_bytes = sum(path.stat().st_size for path in made.folder.iterdir())
     ended.set()
     watcher.join()
     return {

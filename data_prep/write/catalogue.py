@@ -19,10 +19,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -77,7 +78,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalog, memory-mapped by each process. Its folder is deleted on exit."""
+    """A finished catalog, memory-mapped by each process."""
 
     folder: Path
     class_names: list[str]
@@ -87,22 +88,12 @@ class Catalogue:
     """The number of samples in each split. The first split is for training."""
     sha256: str
     """A hash over classes, splits, keys and labels. It does not depend on the source's layout."""
-    lock: int
-    """A locked file descriptor that keeps other processes from removing the folder."""
 
     def table(self, split: str) -> Table:
         return _open_table(self.folder, split, self.files)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        _open_table.cache_clear()  # Cached tables still map the files.
-        close_descriptors(self.folder)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self.lock)
-
-
+@contextmanager
 def open_catalogue(
     source: Source,
     root: Path,
@@ -110,27 +101,31 @@ def open_catalogue(
     workers: int = 1,
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
-) -> Catalogue:
-    """Create a catalog of `source` in `root` under a temporary name.
+) -> Iterator[Catalogue]:
+    """Create a catalog of `source` in `root` under a temporary name, and remove it after the block.
 
     `finish` is called after `source.fill`. Catalogs of killed processes are removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
-    folder, lock = locked_folder(root / "_catalogue")
+    folder, lock = locked_folder(root / "_catalogue")  # Other processes keep a locked folder.
     try:
-        with Builder(folder, seed, workers, root / SPOOL, dry) as builder:
-            source.fill(builder)
-            if finish is not None:
-                finish(builder)
-            content = builder.finish()
-    except BaseException as error:
+        try:
+            with closing(Builder(folder, seed, workers, root / SPOOL, dry)) as builder:
+                source.fill(builder)
+                if finish is not None:
+                    finish(builder)
+                catalogue = builder.finish()
+        except OSError as error:
+            if error.filename is None:  # The error for a full disk contains no file name.
+                error.filename = str(folder)
+            raise
+        yield catalogue
+    finally:
+        _open_table.cache_clear()  # Cached tables still map the files.
+        close_descriptors(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(folder)  # The error for a full disk contains no file name.
-        raise
-    return Catalogue(folder, lock=lock, **content)
 
 
 # ---- making one ----------------------------------------------------------------------------------
@@ -152,12 +147,6 @@ class Builder:
         self._counts: dict[str, np.ndarray] = {}
         self._written: dict[str, tuple[BinaryIO, ...]] = {}
         self._text_bytes: dict[str, int] = {}
-
-    def __enter__(self) -> Builder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close_files()
 
     @property
     def spool(self) -> Path:
@@ -226,7 +215,7 @@ class Builder:
         hashes["label"] = labels
         if split not in self._written:
             paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
-            self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see _close_files)
+            self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see close)
         start = self._text_bytes.get(split, 0)
         rows["text"] = start + np.cumsum(rows["text_size"], dtype=np.uint64) - rows["text_size"]
         self._text_bytes[split] = start + int(rows["text_size"].sum())
@@ -235,7 +224,7 @@ class Builder:
             file_of_split.write(part)
         self._count(split, rows["label"])
 
-    def _close_files(self) -> None:
+    def close(self) -> None:
         """Close the files so that they can be read. `add` reopens them."""
         while self._written:
             for file in self._written.popitem()[1]:
@@ -265,7 +254,7 @@ class Builder:
         The hash depends only on the key, not on the seed or the position. The number of moved
         samples is rounded, but each class keeps at least one.
         """
-        self._close_files()
+        self.close()
         table = Table(self.folder, split, self.files, ordered=False)
         rows = np.arange(len(table))
         hashes = np.concatenate(
@@ -298,12 +287,12 @@ class Builder:
         self._counts[split] = self._counts[split] - counted
         self._counts[into] = counted
 
-    def finish(self) -> dict[str, Any]:
-        """Sort the rows and return the fields of a `Catalogue`.
+    def finish(self) -> Catalogue:
+        """Sort the rows and return the catalog.
 
         Raises PrepError for an empty split or repeated keys.
         """
-        self._close_files()
+        self.close()
         digest = hashlib.sha256(json.dumps(self.class_names).encode())
         if not self._counts:
             raise PrepError("the source contains no samples")
@@ -312,14 +301,14 @@ class Builder:
                 raise PrepError(f"split {split!r} has no samples")
             digest.update(f"{split}\t{count.sum()}\n".encode())
             _write_order(Table(self.folder, split, self.files, ordered=False), self.folder, digest)
-        splits = {split: int(count.sum()) for split, count in self._counts.items()}
-        return {
-            "class_names": self.class_names,
-            "files": tuple(self.files),
-            "notes": self.notes,
-            "splits": splits,
-            "sha256": digest.hexdigest(),
-        }
+        return Catalogue(
+            self.folder,
+            class_names=self.class_names,
+            notes=self.notes,
+            files=tuple(self.files),
+            splits={split: int(count.sum()) for split, count in self._counts.items()},
+            sha256=digest.hexdigest(),
+        )
 
 
 def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:

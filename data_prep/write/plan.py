@@ -14,9 +14,10 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def make_plan(
             root,
             seed=settings.seed,
             workers=settings.workers,
-            finish=_minival(settings),
+            finish=partial(_cut_minival, settings.minival) if settings.minival else None,
             dry=dry,
         )
         catalogue = stack.enter_context(opened)
@@ -207,24 +208,17 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _minival(settings: Settings) -> Callable[[Builder], None] | None:
-    """Return the function that adds the minival split to a catalog, or None without --minival."""
-    fraction = settings.minival
-    if not fraction:
-        return None
-
-    def cut(builder: Builder) -> None:
-        if not builder.count("train").any():
-            raise PrepError(f"--minival {fraction}: the source has no training split to divide")
-        largest = int(builder.count("train").max())
-        builder.hold_out("train", "minival", fraction)
-        if not builder.count("minival").any():
-            raise PrepError(
-                f"--minival {fraction}: this is less than one image of the {largest:,} in the"
-                f" largest class: use at least {1 / largest:.2g}"
-            )
-
-    return cut
+def _cut_minival(fraction: float, builder: Builder) -> None:
+    """Move a fraction of the training images to the split `minival`."""
+    largest = int(builder.count("train").max())
+    if not largest:
+        raise PrepError(f"--minival {fraction}: the source has no training split to divide")
+    builder.hold_out("train", "minival", fraction)
+    if not builder.count("minival").any():
+        raise PrepError(
+            f"--minival {fraction}: this is less than one image of the {largest:,} in the"
+            f" largest class: use at least {1 / largest:.2g}"
+        )
 
 
 def _catalogue_root(output: Output, dry: bool) -> Path:

@@ -203,7 +203,8 @@ def fill(builder):
         names = [f"{start + n}.jpg" for n in range(5000)]
         builder.add("train", builder.file("x"), names, 0, range(5000), [1] * 5000)
 import data_prep.write.catalogue; data_prep.write.catalogue.ROWS_IN_MEMORY = 20_000
-open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0)
+with open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0):
+    pass
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     peak_kib = [
