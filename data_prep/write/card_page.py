@@ -88,12 +88,8 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
     if "shards_at" in info or output.size("README.md") >= 0:
         return
     # Hugging Face accepts only split names of this form.
-    if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
-        return
-    with output.staging() as folder:
-        with replacing(folder / "README.md") as file:
-            file.write(readme(info).encode())
-        output.publish(folder / "README.md")
+    if all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
+        output.write("README.md", readme(info).encode())
 
 
 def readme(info: Mapping[str, Any]) -> str:

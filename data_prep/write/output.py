@@ -107,8 +107,13 @@ class Output:
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write `content` as JSON atomically."""
+        self.write(name, files.json_bytes(content))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file atomically."""
         with self.staging() as folder:
-            files.write_json(folder / name, content)
+            with replacing(folder / name) as file:
+                file.write(content)
             self.publish(folder / name)
 
     def claim(self, name: str, content: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ from data_prep.write.plan import (
 from data_prep.write.shard import ROWS, Work, load_rows, quarantine_holds, write_shard
 from vit.data.shards.index_file import save_index
 from vit.data.shards.info_file import make_info
-from vit.system.files import remove_leftovers, replacing
+from vit.system.files import remove_leftovers
 from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
@@ -333,10 +333,8 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
 
 def write_quarantine(output: Output, entries: list[dict[str, Any]]) -> None:
     """Write `quarantine.jsonl` with one line per sidecar entry. Without entries, write no file."""
-    if not entries:
+    if entries:
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        output.write("quarantine.jsonl", lines.encode())
+    else:
         output.remove("quarantine.jsonl")
-        return
-    with output.staging() as folder:
-        with replacing(folder / "quarantine.jsonl") as file:
-            file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode())
-        output.publish(folder / "quarantine.jsonl")
