@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -126,48 +126,39 @@ def spool_file(copy: _Copy) -> None:
     if _is_copied(copy.images):  # Another process has already copied the images.
         return
     remove_leftovers(copy.images.parent, copy.images.name)
-    names: list[str] = []
-    labels: list[Any] = []
-    sizes: list[int] = []
     with replacing(copy.images) as target:
-        for batch in _batches(copy.path, copy.columns):
-            for image in batch.images:
-                target.write(image)
-                sizes.append(len(image))
-                count_one(sizes[-1])
-            names += batch.names
-            labels += batch.labels
-    rows = {"names": names, "labels": labels, "sizes": sizes}
+        rows = _read_rows(copy.path, copy.columns, target)
     write_json(copy.images.with_suffix(".json"), rows)
 
 
-class _Batch(NamedTuple):
-    """A batch of rows. `images` is empty if only names and labels are read."""
+def _read_rows(
+    path: Path, columns: Columns, target: BinaryIO | None = None
+) -> dict[str, list[Any]]:
+    """Return the names, labels and sizes of the rows of a file, and copy the images to `target`.
 
-    names: list[str]
-    labels: list[Any]
-    images: list[bytes]
-
-
-def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator[_Batch]:
-    """Yield the rows of a file in batches. A null image becomes 0 bytes, which is unreadable."""
+    A null image becomes 0 bytes, which is unreadable. Without a target, no image is read, and
+    `sizes` is empty.
+    """
+    rows: dict[str, list[Any]] = {"names": [], "labels": [], "sizes": []}
     with open_parquet(path, columns) as file:
         has_path = "path" in image_fields(file.schema_arrow, columns.image)
         read = [columns.label]
-        if with_images or has_path:
-            read.append(columns.image if with_images else f"{columns.image}.path")
+        if target is not None or has_path:
+            read.append(f"{columns.image}.path" if target is None else columns.image)
         for batch in file.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
-            labels = batch.column(columns.label).to_pylist()
-            images: list[bytes] = []
-            names = [""] * len(labels)
+            names = [""] * len(batch)
             if has_path:
-                image = batch.column(columns.image)
-                names = [name or "" for name in image.field("path").to_pylist()]
-            if with_images:
+                paths = batch.column(columns.image).field("path")
+                names = [name or "" for name in paths.to_pylist()]
+            rows["names"] += names
+            rows["labels"] += batch.column(columns.label).to_pylist()
+            if target is not None:
                 image = batch.column(columns.image)
                 data = image.field("bytes") if image.type.num_fields else image
-                images = [content or b"" for content in data.to_pylist()]
-            yield _Batch(names, labels, images)
+                for content in data.to_pylist():
+                    rows["sizes"].append(target.write(content or b""))
+                    count_one(rows["sizes"][-1])
+    return rows
 
 
 def count_labels(path: Path, columns: Columns) -> Counter[Any]:
@@ -181,13 +172,11 @@ def count_labels(path: Path, columns: Columns) -> Counter[Any]:
 
 def _listed(path: Path, columns: Columns) -> Spooled:
     """Return the rows of a parquet file without reading the images."""
-    names: list[str] = []
-    labels: list[Any] = []
-    for batch in _batches(path, columns, with_images=False):
-        names += batch.names
-        labels += batch.labels
-    sizes = np.full(len(names), path.stat().st_size // max(1, len(names)))
-    return Spooled(path, path, names, labels, np.zeros(len(names), np.int64), sizes)
+    rows = _read_rows(path, columns)
+    num_rows = len(rows["names"])
+    sizes = np.full(num_rows, path.stat().st_size // max(1, num_rows))
+    offsets = np.zeros(num_rows, np.int64)
+    return Spooled(path, path, rows["names"], rows["labels"], offsets, sizes)
 
 
 def spool(
