@@ -95,7 +95,7 @@ def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
     """Write a few images to warm up, then the given shards, in a worker process."""
     works, begin_at = job
     first = works[0]
-    write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
+    write_shard(first._replace(places=first.places[:WARM_UP]))
     num_bytes = sum(sample.size for work in works for sample in work.samples())
     wait_until(begin_at)
     # Allocate after the wait, during which the host would reclaim the memory.

@@ -298,7 +298,7 @@ def _summary(plan: WritePlan) -> str:
         lines.append(f"  {split}: {samples:,} images in {count:,} shards of {lengths}")
     work = plan.work()
     sizes = plan.output.sizes()
-    part = [work[k].shard.name for k in choose_part(plan.settings.part, plan.counts)]
+    part = [work[k].name for k in choose_part(plan.settings.part, plan.counts)]
     missing = [name for name in part if not {f"{name}.tar", f"{name}.json"} <= sizes.keys()]
     lines.append(f"  to write: {len(missing):,} of {len(part):,} shards of {len(work):,}")
     share = len(missing) / len(work)

@@ -25,7 +25,7 @@ from data_prep.errors import PrepError, some
 from data_prep.write.catalogue import Builder, Catalogue, Source, open_catalogue
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
-from data_prep.write.shard import Shard, Work
+from data_prep.write.shard import Work
 from vit.system.files import private_folder
 
 FEW_UNREADABLE = 5
@@ -129,17 +129,19 @@ class WritePlan:
         jobs = []
         for split, names in self.filenames.items():
             for k, name in enumerate(names):
-                places = range(k, self.catalogue.splits[split], len(names))
-                job = Work(
-                    Shard(name.removesuffix(".tar"), split, places),
-                    self.catalogue,
-                    self.source.read,
-                    settings.policy,
-                    settings.with_json,
-                    self.output,
-                    plan,
+                jobs.append(
+                    Work(
+                        name.removesuffix(".tar"),
+                        split,
+                        range(k, self.catalogue.splits[split], len(names)),
+                        self.catalogue,
+                        self.source.read,
+                        settings.policy,
+                        settings.with_json,
+                        self.output,
+                        plan,
+                    )
                 )
-                jobs.append(job)
         return jobs
 
 

@@ -57,17 +57,13 @@ FILE_ERRORS = (
 the disk has a problem."""
 
 
-class Shard(NamedTuple):
-    """A shard, which consists of every n-th sample of its split in catalog order."""
+class Work(NamedTuple):
+    """A shard to write, which consists of every n-th sample of its split in catalog order."""
 
     name: str
     """The file name without .tar."""
     split: str
     places: range
-
-
-class Work(NamedTuple):
-    shard: Shard
     catalogue: Catalogue
     read: Callable[[Sample], bytes]
     policy: ImagePolicy
@@ -78,7 +74,7 @@ class Work(NamedTuple):
 
     def samples(self) -> list[Sample]:
         """Return the shard's samples in tar order."""
-        return self.catalogue.table(self.shard.split).samples(self.shard.places)
+        return self.catalogue.table(self.split).samples(self.places)
 
 
 # ---- the tar -------------------------------------------------------------------------------------
@@ -181,13 +177,12 @@ class TarStream:
 
 def write_shard(work: Work) -> dict[str, Any]:
     """Write and publish one shard, and return its sidecar."""
-    shard = work.shard
     scanned: list[ScannedSample] = []
     quarantined: list[dict[str, Any]] = []
     changed: Counter[str] = Counter()
     num_turned = 0
     with work.output.staging() as folder:
-        tar = folder / f"{shard.name}.tar"
+        tar = folder / f"{work.name}.tar"
         with replacing(tar) as file, ThreadPoolExecutor(1) as pool:
             stream = TarStream(file.fileno(), pool)
             samples = work.samples()
@@ -207,7 +202,7 @@ def write_shard(work: Work) -> dict[str, Any]:
             if not scanned:
                 first = quarantined[0]
                 raise PrepError(
-                    f"{shard.name}: none of its {len(quarantined)} images can be read (the first"
+                    f"{work.name}: none of its {len(quarantined)} images can be read (the first"
                     f" error: {first['name']}: {first['reason']}); repair them, or write fewer"
                     " shards"
                 )
@@ -255,7 +250,7 @@ def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
     except ValueError as error:  # includes Unreadable
         reason = str(error)
     return {
-        "split": work.shard.split,
+        "split": work.split,
         "key": sample.key,
         "label": sample.label,
         "name": sample.name,
@@ -326,8 +321,8 @@ def load_rows(work: Work) -> np.ndarray:
     """
     with work.output.staging() as folder:
         try:
-            rows_file = work.output.fetch(f"{work.shard.name}{ROWS}", folder)
+            rows_file = work.output.fetch(f"{work.name}{ROWS}", folder)
             with _parsing:
                 return np.load(rows_file)
         except (PrepError, FileNotFoundError):  # A complete data set contains no row files.
-            return index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder)))
+            return index_rows(scan_tar(work.output.fetch(f"{work.name}.tar", folder)))

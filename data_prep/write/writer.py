@@ -153,7 +153,7 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
         sidecars = _write_shards(plan, work, mine)
         if settings.part is not None:
             sidecars = _complete_shards(plan, work)  # includes shards that other machines wrote
-            missing = [f"{job.shard.name}.tar" for job in work if job.shard.name not in sidecars]
+            missing = [f"{job.name}.tar" for job in work if job.name not in sidecars]
             if missing:
                 print(
                     f"{output}: part {settings.part} written, {time.monotonic() - start_s:.1f} s;"
@@ -202,7 +202,7 @@ def _claim(plan: WritePlan) -> None:
 def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sidecars:
     """Write the incomplete shards of `mine`. Return the sidecars of all complete shards."""
     sidecars = _complete_shards(plan, work)
-    todo = [job for job in mine if job.shard.name not in sidecars]
+    todo = [job for job in mine if job.name not in sidecars]
     if len(todo) < len(mine):
         print(
             f"{plan.output}: keeping {len(mine) - len(todo)} of {len(mine)} shards that already"
@@ -216,11 +216,11 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
         _refuse_unreadable(sidecars, plan, allowed and max(allowed, MANY_UNREADABLE))
 
     run_jobs(
-        ((write_shard, job, job.shard.name) for job in todo),
+        ((write_shard, job, job.name) for job in todo),
         plan.settings.workers,
         "writing",
         num_jobs=len(todo),
-        num_images=sum(len(job.shard.places) for job in todo),
+        num_images=sum(len(job.places) for job in todo),
         on_result=on_result,
     )
     return sidecars
@@ -230,16 +230,16 @@ def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
     """Return the sidecars of this plan's complete shards. Each sidecar is written last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
-    jobs = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]
+    jobs = [job for job in work if {f"{job.name}.{kind}" for kind in kinds} <= sizes.keys()]
     with ThreadPoolExecutor(16) as pool:  # Each request to an object store takes a round trip.
-        read = pool.map(lambda job: plan.output.read_json(f"{job.shard.name}.json"), jobs)
+        read = pool.map(lambda job: plan.output.read_json(f"{job.name}.json"), jobs)
         sidecars = list(read)
     return {
-        job.shard.name: sidecar
+        job.name: sidecar
         for job, sidecar in zip(jobs, sidecars, strict=True)
         if sidecar is not None
         and sidecar.get("plan") == job.plan
-        and sizes[f"{job.shard.name}.tar"] == sidecar["bytes"]
+        and sizes[f"{job.name}.tar"] == sidecar["bytes"]
         and quarantine_holds(job, sidecar)
     }
 
@@ -275,7 +275,7 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
 
 def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, Any]:
     catalogue = plan.catalogue
-    mine = [sidecars[job.shard.name] for job in work]
+    mine = [sidecars[job.name] for job in work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())
     extra: dict[str, Any] = {
         "origin": catalogue.notes,
@@ -306,13 +306,13 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
         Meter("reading complete shards", len(work), "shards") as meter,
     ):
         for job, of_shard in zip(work, pool.map(load_rows, work), strict=True):
-            rows[f"{job.shard.name}.tar"] = of_shard
+            rows[f"{job.name}.tar"] = of_shard
             meter.update(len(rows))
     with output.staging() as folder:
         for split, names in plan.filenames.items():
             save_index(folder / f"{split}.index.npy", [rows[name] for name in names])
             output.publish(folder / f"{split}.index.npy")
-    entries = [entry for job in work for entry in sidecars[job.shard.name]["quarantined"]]
+    entries = [entry for job in work for entry in sidecars[job.name]["quarantined"]]
     write_quarantine(output, entries)
     output.write_json("_info.json", info)
     total = 0
