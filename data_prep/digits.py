@@ -24,6 +24,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.command import positive, source_command
+from data_prep.read.class_tree import split_by_hash
 from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range, stable_hash
 
@@ -180,30 +181,21 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
     pixels = builder.folder / "digits.bin"
     pixels.write_bytes(loaded.images.astype(np.uint8).tobytes())
     file = builder.file(pixels)
-    chosen: dict[str, list[int]] = {"train": [], "val": []}
-    for label in range(10):
-        originals = sorted(
-            np.flatnonzero(loaded.target == label).tolist(),
-            key=lambda original: stable_hash(seed, original),
-        )
-        num_val = round(VAL_FRACTION * len(originals))
-        chosen["val"] += originals[:num_val]
-        chosen["train"] += originals[num_val:]
+    fractions = {"train": 1 - VAL_FRACTION, "val": VAL_FRACTION}
     num_bytes = SIDE * SIDE
-    for split, numbers in chosen.items():
-        offsets = num_bytes * np.array(numbers)
-        sizes = np.full(len(numbers), num_bytes)
-        for copy in range(copies[split]):
-            keys = [f"digit{number:04d}_{copy:02d}" for number in numbers]
-            builder.add(
-                split,
-                file,
-                names=[str(number) for number in numbers],
-                labels=loaded.target[numbers],
-                offsets=offsets,
-                sizes=sizes,
-                keys=keys,
-            )
+    for label in range(10):
+        originals = [str(number) for number in np.flatnonzero(loaded.target == label)]
+        for split, names in split_by_hash(originals, fractions, seed).items():
+            for copy in range(copies[split]):
+                builder.add(
+                    split,
+                    file,
+                    names=names,
+                    labels=label,
+                    offsets=[num_bytes * int(name) for name in names],
+                    sizes=np.full(len(names), num_bytes),
+                    keys=[f"digit{int(name):04d}_{copy:02d}" for name in names],
+                )
 
 
 # ---- the command ---------------------------------------------------------------------------------
