@@ -33,14 +33,15 @@ from data_prep.errors import NEXT_LINE, PrepError, some
 from data_prep.read.archives import read_zip_member
 from data_prep.read.download import checksum_of
 from data_prep.read.image_tree import read as read_file
-from data_prep.read.imagenet_labels import LABEL_FILES, read_all
 from data_prep.read.imagenet_layouts import (
     IMAGE,
     IMAGE_EXTENSIONS,
+    LABEL_FILES,
     TRAIN_TAR,
     VAL_TAR,
     Images,
     Layout,
+    read_all_labels,
 )
 from data_prep.read.imagenet_search import Search, find_layouts
 from data_prep.write.catalogue import Builder, Source
@@ -159,7 +160,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
     """Add all images to the catalog. Raises a single PrepError that lists all problems."""
-    labels = read_all(search.labels)
+    labels = read_all_labels(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
     all_wnids = set(labels.values()).union(*wnids.values())
     class_names = sorted(wnids.get("train", all_wnids))

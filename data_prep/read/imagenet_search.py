@@ -14,22 +14,29 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.errors import PrepError, some
-from data_prep.read import imagenet_labels
 from data_prep.read.archives import walk_tar, walk_zip
 from data_prep.read.image_tree import listed
-from data_prep.read.imagenet_labels import DEVKIT, KAGGLE_TABLE, META, TRUTH, WNID, ValLabels
 from data_prep.read.imagenet_layouts import (
+    DEVKIT,
     IMAGE_EXTENSIONS,
+    KAGGLE_TABLE,
+    META,
     TRAIN_TAR,
+    TRUTH,
     VAL_FOLDERS,
     VAL_TAR,
+    WNID,
     Layout,
+    ValLabels,
     flat,
     folder_of_tars,
     members_of,
     nested_tar,
     parquet_layout,
     place_in_zip,
+    read_devkit,
+    read_kaggle_table,
+    read_kaggle_table_in_zip,
     tree,
     zip_layout,
 )
@@ -67,9 +74,9 @@ def _look_at_file(path: Path, search: Search, named: bool) -> None:
     error."""
     name = path.name.lower()
     if DEVKIT.fullmatch(name):
-        search.add_labels(KIT, imagenet_labels.read_devkit, path)
+        search.add_labels(KIT, read_devkit, path)
     elif name == KAGGLE_TABLE.lower():
-        search.add_labels("Kaggle's table", imagenet_labels.read_kaggle_table, path)
+        search.add_labels("Kaggle's table", read_kaggle_table, path)
     elif name == TRAIN_TAR.lower():
         search.layouts.append(nested_tar(path))
     elif name == VAL_TAR.lower():
@@ -121,7 +128,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
                 wnids[place[0]].add(place[1])
             elif name.rpartition("/")[2] == KAGGLE_TABLE and not name.startswith("__MACOSX/"):
                 table = Sample("", 0, name, str(path), int(offset), int(size))
-                read = partial(imagenet_labels.read_kaggle_table_in_zip, table)
+                read = partial(read_kaggle_table_in_zip, table)
                 search.labels.append(ValLabels(path, "Kaggle's table in the zip", read, (path,)))
     search.layouts += [zip_layout(path, split, wnids[split]) for split in sorted(wnids)]
     if named and not wnids:
@@ -173,7 +180,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     if is_flat:
         search.layouts.append(flat(folder))
     if {META, TRUTH} <= set(files):
-        read = partial(imagenet_labels.read_devkit, folder)
+        read = partial(read_devkit, folder)
         search.labels.append(ValLabels(folder, KIT, read, (folder / META, folder / TRUTH)))
     for name in files:
         _look_at_file(folder / name, search, named=False)
