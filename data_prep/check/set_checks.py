@@ -136,8 +136,11 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
         ),
     ):
         if names:
-            shards = f"{counted(len(names), 'shard')}, the first is {names[0]}"
-            yield Finding("files", part.name, f"{shards}: {text}")
+            yield Finding(
+                "files",
+                part.name,
+                f"{counted(len(names), 'shard')}, the first is {names[0]}: {text}",
+            )
 
 
 def _check_recorded(
@@ -175,8 +178,12 @@ def _check_recorded(
     part.sidecars[name] = sidecar
     for key, value in recorded.items():
         if sidecar[key] != value:
-            text = f"{key} is {sidecar[key]!r}, but _info.json records {value!r}"
-            yield Finding("files", path.name, f"{text}; restore the wrong file")
+            yield Finding(
+                "files",
+                path.name,
+                f"{key} is {sidecar[key]!r}, but _info.json records {value!r}; restore the wrong"
+                " file",
+            )
 
 
 def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
@@ -194,8 +201,10 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
         yield finding(f"unreadable ({error}); delete it and ")
         return
     if len(index) != part.num_samples:
-        text = f"{len(index):,} rows, but _info.json records {part.num_samples:,} samples"
-        yield finding(f"{text}; delete it and ")
+        yield finding(
+            f"{len(index):,} rows, but _info.json records {part.num_samples:,} samples; delete it"
+            " and "
+        )
         return
     part.index = index
     end = int(index.offset) + index.nbytes if isinstance(index, np.memmap) else 0
@@ -209,18 +218,22 @@ def check_quarantine(data: DataSet) -> Iterator[Finding]:
     entries = [entry for part in data.parts for entry in part.quarantined]
     listed = path.read_bytes() if path.exists() else b""
     if listed != "".join(json.dumps(entry) + "\n" for entry in entries).encode():
-        images = counted(len(entries), "unreadable image")
         yield Finding(
             "quarantine",
             path.name,
-            f"{'altered' if listed else 'missing'}: this file must list the {images} in the"
-            " sidecars; repeat the command that wrote the data set",
+            f"{'altered' if listed else 'missing'}: this file must list the"
+            f" {counted(len(entries), 'unreadable image')} in the sidecars; repeat the command that"
+            " wrote the data set",
         )
     changed = sum((part.changed for part in data.parts), Counter[str]())
     for key, total in (("quarantined", len(entries)), ("changed", dict(changed))):
         if data.info.get(key, type(total)()) != total:
-            text = f"{key} is {data.info.get(key)}, but the sidecars have {total}"
-            yield Finding("quarantine", "_info.json", f"{text}; restore the wrong file")
+            yield Finding(
+                "quarantine",
+                "_info.json",
+                f"{key} is {data.info.get(key)}, but the sidecars have {total}; restore the wrong"
+                " file",
+            )
 
 
 # ---- samples of all shards -----------------------------------------------------------------------

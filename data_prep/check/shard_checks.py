@@ -75,8 +75,8 @@ class Shard(NamedTuple):
     """The name used for the data set in messages."""
     tars_at: str | None
     """The URL of the folder with the tars, or None if they are in `root`."""
-    index_path: Path | None
-    """The split's index file, or None if the index does not match the shards."""
+    index_name: str
+    """The name of the split's index file, or "" if the index does not match the shards."""
     first: int
     """The index of the shard's first sample in the split."""
     num_samples: int
@@ -95,15 +95,12 @@ class Shard(NamedTuple):
         return self.root / self.name
 
     @property
-    def index_name(self) -> str:
-        return "" if self.index_path is None else self.index_path.name
-
-    @property
     def rows(self) -> np.ndarray | None:
         """A copy of this shard's rows in the split's index."""
-        if self.index_path is None:
+        if not self.index_name:
             return None
-        return np.array(open_index(self.index_path)[self.first : self.first + self.num_samples])
+        index = open_index(self.root / self.index_name)
+        return np.array(index[self.first : self.first + self.num_samples])
 
     def rebuild(self, *names: str) -> str:
         """Return the command that repairs a wrong index or `.idx` file."""
@@ -137,8 +134,9 @@ def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
             yield finding
     for fails, total in count.items():
         if total > MOST_LINES:
-            text = f"and {total - MOST_LINES:,} more in this shard"
-            yield finding._replace(text=text, fails=fails)
+            yield finding._replace(
+                text=f"and {total - MOST_LINES:,} more in this shard", fails=fails
+            )
 
 
 # ---- the complete shard --------------------------------------------------------------------------
@@ -157,8 +155,14 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
     hashed = shard.sha256 is not None
     findings = []
     if hashed and shard.sha256 != sha256:
-        text = f"its sha256 is {sha256[:12]}..., but {str(shard.sha256)[:12]}... is recorded"
-        findings.append(Finding("files", shard.name, f"altered or replaced: {text}; {WRITE_AGAIN}"))
+        findings.append(
+            Finding(
+                "files",
+                shard.name,
+                f"altered or replaced: its sha256 is {sha256[:12]}..., but"
+                f" {str(shard.sha256)[:12]}... is recorded; {WRITE_AGAIN}",
+            )
+        )
     skipped = set[int]()
     with suppress(ShardError):  # A damaged sidecar is reported by another check.
         skipped = left_out(shard.local_tar)
@@ -196,24 +200,34 @@ def _check_idx(
     all."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
-        remedy = f"run `python -m data_prep.index {quote(shard.shown)}` to write it"
-        yield Finding("indexes", path.name, f"missing; {remedy}")
+        yield Finding(
+            "indexes",
+            path.name,
+            f"missing; run `python -m data_prep.index {quote(shard.shown)}` to write it",
+        )
         return
     lines = path.read_bytes().splitlines(True)
     expected = idx_lines(samples)[1:]
     places = [number + 1 for number in numbers or range(len(samples))]
     count = len(samples) if numbers is None else shard.num_samples
     if len(lines) != count + 1:
-        text = f"{counted(len(lines), 'line')}, expected {count + 1:,}"
-        yield Finding("indexes", path.name, f"{text}; {shard.rebuild(path.name)}")
+        yield Finding(
+            "indexes",
+            path.name,
+            f"{counted(len(lines), 'line')}, expected {count + 1:,}; {shard.rebuild(path.name)}",
+        )
         return
     head = b"v1.2 %d\n" % count
     for place, line in zip([0, *places], [head, *expected], strict=True):
         actual = lines[place] if place < len(lines) else b""
         if actual != line:
             first, second = (text.decode("utf-8", "replace")[:80] for text in (actual, line))
-            text = f"line {place + 1} is {first!r}, but the tar gives {second!r}"
-            yield Finding("indexes", path.name, f"{text}; {shard.rebuild(path.name)}")
+            yield Finding(
+                "indexes",
+                path.name,
+                f"line {place + 1} is {first!r}, but the tar gives {second!r};"
+                f" {shard.rebuild(path.name)}",
+            )
             return
 
 
@@ -255,9 +269,12 @@ def compare_rows(
     if len(altered):
         keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
         remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
-        images = counted(len(altered), "image differs", "images differ")
-        text = f"{images} from the indexed bytes: {keys}; {remedy}"
-        yield Finding("tars", shard.name, text)
+        yield Finding(
+            "tars",
+            shard.name,
+            f"{counted(len(altered), 'image differs', 'images differ')} from the indexed bytes:"
+            f" {keys}; {remedy}",
+        )
     places = np.arange(len(recorded)) if numbers is None else np.array(numbers, np.int64)
     for field, differs in wrong.items():
         if not differs.any():
@@ -309,8 +326,10 @@ def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared 
     if shard.ours and image.data != data:
         problem = f"our writer does not write such images ({image.change}); the shard was altered"
     elif (image.width, image.height) != (sample.width, sample.height):
-        size = f"{sample.width} x {sample.height}"
-        problem = f"{image.width} x {image.height} pixels, but the header records {size}"
+        problem = (
+            f"{image.width} x {image.height} pixels, but the header records {sample.width} x"
+            f" {sample.height}"
+        )
     else:
         return image
     return Finding("images", shard.name, f"{sample.key}: {problem}")
