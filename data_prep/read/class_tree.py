@@ -158,84 +158,72 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-class _Archive:
-    """The visible files of an archive, by folder path. The path of the root is ""."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        members, self.read = walk_archive(path)
-        self.at: dict[str, tuple[str, int, int]] = {}
-        """Maps each path to its name in the archive, its offset and its size."""
-        self.folders: dict[str, set[str]] = {"": set()}
-        self.files: dict[str, list[str]] = {"": []}
-        for batch in members:
-            for name, offset, size in zip(*batch, strict=True):
-                parts = [part for part in name.split("/") if part not in ("", ".")]
-                if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
-                    self._add(parts, name, int(offset), int(size))
-
-    def _add(self, parts: list[str], name: str, offset: int, size: int) -> None:
-        folder = ""
-        for part in parts[:-1]:
-            self.folders[folder].add(part)
-            folder = f"{folder}/{part}".lstrip("/")
-            self.folders.setdefault(folder, set())
-            self.files.setdefault(folder, [])
-        self.files[folder].append(parts[-1])
-        self.at[f"{folder}/{parts[-1]}".lstrip("/")] = (name, offset, size)
-
-    def walk(self, folder: str, ignored: Ignored | None) -> Iterator[str]:
-        """Yield the paths of the images at any depth, recognized by suffix."""
-        for name in sorted(self.files.get(folder, ())):
-            path = f"{folder}/{name}".lstrip("/")
-            if name.lower().endswith(EXTENSIONS):
-                yield path
-            elif ignored is not None:
-                ignored.count(path)
-        for name in sorted(self.folders.get(folder, ())):
-            yield from self.walk(f"{folder}/{name}".lstrip("/"), ignored)
-
-
 class ArchiveTree:
     """A folder inside a zip or tar, with the same methods as FolderTree."""
 
-    def __init__(self, archive: _Archive, folder: str = ""):
-        self._archive = archive
-        self._folder = folder
-        self.file = archive.path
+    def __init__(
+        self,
+        file: Path,
+        read: Callable[[Sample], bytes],
+        places: dict[str, tuple[str, int, int]],
+        folder: str = "",
+    ):
+        """places: maps each path in the archive to its name there, its offset and its size."""
+        self.file = file
         self.name = folder.rpartition("/")[2]
-        self.read = archive.read
-        self.inputs: Sequence[Path] | None = [archive.path]
+        self.read = read
+        self.inputs: Sequence[Path] | None = [file]
+        self._places = places
+        self._folder = folder
+        self._folders: dict[str, ArchiveTree] = {}
+        self._files: list[str] = []
 
     def __str__(self) -> str:
         return os.path.join(self.file, self._folder) if self._folder else str(self.file)
+
+    def add(self, parts: Sequence[str], place: tuple[str, int, int]) -> None:
+        """Add the file whose path below this folder consists of `parts`."""
+        name, *below = parts
+        if below:
+            self._folders.setdefault(name, self.below(name)).add(below, place)
+        else:
+            self._files.append(name)
+            self._places[self._inside(name)] = place
 
     def _inside(self, name: str) -> str:
         return f"{self._folder}/{name}".strip("/")
 
     def below(self, name: str) -> ArchiveTree:
-        return ArchiveTree(self._archive, self._inside(name))
+        return self._folders.get(name) or ArchiveTree(
+            self.file, self.read, self._places, self._inside(name)
+        )
 
     def exists(self) -> bool:
-        return self._folder in self._archive.folders
+        return bool(self._files or self._folders)
 
     def folders(self) -> list[str]:
-        return sorted(self._archive.folders[self._folder])
+        return sorted(self._folders)
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        start = self._inside(folder)
-        for path in self._archive.walk(start, ignored):
-            yield path[len(start) :].lstrip("/")
+        tree = self.below(folder) if folder else self
+        for name in sorted(tree._files):
+            if name.lower().endswith(EXTENSIONS):
+                yield name
+            elif ignored is not None:
+                ignored.count(name)
+        for name in tree.folders():
+            for path in tree.images(name, ignored):
+                yield f"{name}/{path}"
 
     def count_stray(self, ignored: Ignored) -> None:
-        for name in sorted(self._archive.files[self._folder]):
+        for name in sorted(self._files):
             if name.lower().endswith(EXTENSIONS):
                 ignored.stray.append(f"{self}/{name}")
             else:
                 ignored.count(name)
 
     def places(self, paths: Sequence[str]) -> Members:
-        rows = [self._archive.at[self._inside(path)] for path in paths]
+        rows = [self._places[self._inside(path)] for path in paths]
         names, offsets, sizes = (list(column) for column in zip(*rows, strict=True))
         return Members(names, np.array(offsets, np.int64), np.array(sizes))
 
@@ -245,7 +233,19 @@ Tree = FolderTree | ArchiveTree
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
     """Open a folder, zip or tar. Raises PrepError in the same cases as `walk_archive`."""
-    return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Archive(path))
+    return open_folder(path, label_column) if path.is_dir() else _list_archive(path)
+
+
+def _list_archive(path: Path) -> ArchiveTree:
+    """Return the visible files of an archive."""
+    members, read = walk_archive(path)
+    tree = ArchiveTree(path, read, {})
+    for batch in members:
+        for name, offset, size in zip(*batch, strict=True):
+            parts = [part for part in name.split("/") if part not in ("", ".")]
+            if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
+                tree.add(parts, (name, int(offset), int(size)))
+    return tree
 
 
 def open_archive(path: Path) -> ArchiveTree:
@@ -255,7 +255,7 @@ def open_archive(path: Path) -> ArchiveTree:
     outermost folder that contains `train`, or images in several subfolders. Raises PrepError for a
     file that is not a zip or tar, is damaged, or has no images in folders.
     """
-    tree = ArchiveTree(_Archive(path))
+    tree = _list_archive(path)
     while True:
         with_images = [name for name in tree.folders() if any(tree.images(name))]
         if not with_images:
