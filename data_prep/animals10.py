@@ -76,20 +76,22 @@ def _class_folder(path: str) -> PurePosixPath | None:
     return None if depth is None else PurePosixPath(*parts[: depth + 1])
 
 
-def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
-    """Return the image indices for each class, and the paths that are not in any class folder.
+def _by_class(
+    source: Path, paths: Sequence[str]
+) -> tuple[dict[str, tuple[PurePosixPath, list[str]]], list[str]]:
+    """Return the folder and the images of each class, and the images outside the class folders.
 
     Raises PrepError if a class is missing, a class has two folders, or an unknown folder is next to
     the class folders.
     """
-    by_folder: dict[PurePosixPath, list[int]] = defaultdict(list)
+    by_folder: dict[PurePosixPath, list[str]] = defaultdict(list)
     outside = []
-    for number, path in enumerate(paths):
+    for path in paths:
         folder = _class_folder(path)
         if folder is None:
             outside.append(path)
         else:
-            by_folder[folder].append(number)
+            by_folder[folder].append(path)
     folders: dict[str, list[PurePosixPath]] = {name: [] for name in CLASS_NAMES}
     for folder in by_folder:
         folders[CLASS_OF[folder.name.lower()]].append(folder)
@@ -111,7 +113,7 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
             f"{source}: {'; '.join(problems)}: provide each of the ten Animals-10 class folders,"
             f" such as raw-img/{next(iter(ENGLISH))}, exactly once"
         )
-    return {name: by_folder[of_class[0]] for name, of_class in folders.items()}, outside
+    return {name: (folder, by_folder[folder]) for name, [folder] in folders.items()}, outside
 
 
 def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
@@ -152,18 +154,14 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
 
 
 def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
-    images = sorted(tree.images(""))
-    by_class, outside = _by_class(tree.file, images)
+    by_class, outside = _by_class(tree.file, sorted(tree.images("")))
     builder.classes(CLASS_NAMES)
     file = builder.file(tree.file)
-    for label, name in enumerate(CLASS_NAMES):
-        paths = [images[number] for number in by_class[name]]
-        folder = _class_folder(paths[0])
-        assert folder is not None
+    for label, (name, (folder, paths)) in enumerate(by_class.items()):
         keys = unique_keys([f"{name}/{'/'.join(_below(path, folder))}" for path in paths])
         shares = split_by_hash(keys, dict(zip(SPLITS, fractions, strict=False)), split_seed)
         add_images(builder, file, label, tree, dict(zip(keys, paths, strict=True)), shares)
-    counts = {name: len(by_class[name]) for name in CLASS_NAMES}
+    counts = {name: len(paths) for name, (_, paths) in by_class.items()}
     _note_differences(tree.file.resolve().name, counts, outside, builder)
 
 
