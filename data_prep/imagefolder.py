@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -264,25 +264,22 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     Raises PrepError if alphabetical and numerical order differ, unless `class_order` is given.
     """
     by_text = sorted(names)
-    are_numbers = bool(names) and all(name.isascii() and name.isdecimal() for name in names)
-    by_number = sorted(names, key=lambda name: (int(name), name)) if are_numbers else by_text
-    if class_order == "number" and not are_numbers:
-        texts = [name for name in by_text if not (name.isascii() and name.isdecimal())]
+    texts = [name for name in by_text if not (name.isascii() and name.isdecimal())]
+    if class_order == "number" and (texts or not names):
         raise PrepError(
             f"{folder}: --class-order number requires numeric class names, but one of them is"
             f" {(*texts, 'none')[0]}"
         )
-    if by_number == by_text or class_order is not None:
+    by_number = by_text if texts else sorted(names, key=lambda name: (int(name), name))
+    differing = [k for k in range(len(names)) if by_text[k] != by_number[k]]
+    if not differing or class_order is not None:
         return by_number if class_order == "number" else by_text
-    label = next(
-        k for k, (name, other) in enumerate(zip(by_text, by_number, strict=True)) if name != other
-    )
-    differ = sum(name != other for name, other in zip(by_text, by_number, strict=True))
+    label = differing[0]
     raise PrepError(
         f"{folder}: the class names are numbers, and label {label} is class {by_text[label]} in"
-        f" text order, but {by_number[label]} in numeric order ({differ:,} of {len(names):,} labels"
-        " differ): use --class-order number if the names are labels (as in ImageNet-V2), or"
-        " --class-order text to sort like torchvision's ImageFolder"
+        f" text order, but {by_number[label]} in numeric order ({len(differing):,} of"
+        f" {len(names):,} labels differ): use --class-order number if the names are labels (as in"
+        " ImageNet-V2), or --class-order text to sort like torchvision's ImageFolder"
     )
 
 
@@ -310,19 +307,16 @@ def _add_split(
             add_images(builder, file, labels[name], tree, path_of, shares)
 
 
-def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of classes whose images could have equal keys: a/b_c.jpg and a_b/c.jpg."""
-    group: list[str] = []
+def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:
+    """Return groups of classes whose images could have equal keys: a/b_c.jpg and a_b/c.jpg."""
+    groups: list[list[str]] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):
-        if group and not start.startswith(first):
-            yield group
-            group = []
-        if not group:
+        if not groups or not start.startswith(first):
+            groups.append([])
             first = start
-        group.append(name)
-    if group:
-        yield group
+        groups[-1].append(name)
+    return groups
 
 
 # ---- the command ---------------------------------------------------------------------------------
