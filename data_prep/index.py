@@ -167,10 +167,9 @@ def _print_notes(
 ) -> None:
     """Print notes about skipped samples, repeated samples, and classes without images."""
     if invalid:
-        count = "1 invalid sample" if len(invalid) == 1 else f"{len(invalid):,} invalid samples"
         print(
-            f"skipped {count}, listed in {output}/quarantine.jsonl; the first:"
-            f" {_describe(invalid[0])}"
+            f"skipped {counted(len(invalid), 'invalid sample')}, listed in"
+            f" {output}/quarantine.jsonl; the first: {_describe(invalid[0])}"
         )
     ignored = (Counter(each.sidecar.get("ignored", {})) for each in indexed.values())
     if total := sum(ignored, Counter[str]()):

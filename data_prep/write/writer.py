@@ -91,7 +91,8 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     except FileNotFoundError as error:
         # Another process has completed the data set and removed the spool folder. Any other missing
         # file belongs to the source, so its absence is an error.
-        if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
+        in_spool = SPOOL in Path(str(error.filename)).parts
+        if not (in_spool and _has_all_files(output, output.read_json("_info.json"))):
             raise
         print(f"{output}: completed by another process")
         _remove_intermediate(output, output.local)
@@ -119,7 +120,7 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
         return False
     made_from = source.made_of(settings.seed, settings.minival)
-    if made_from is None or info.get("made_of") != made_from or not _has_all_files(output):
+    if made_from is None or info.get("made_of") != made_from or not _has_all_files(output, info):
         return False
     expected = {"source": source.name, "options": options_of(source, settings)}
     compare(output, existing_record(output), expected, later=("num_shards", "catalogue"))
@@ -127,9 +128,8 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
     return True
 
 
-def _has_all_files(output: Output) -> bool:
-    """Return whether all files of a data set exist and have the recorded sizes."""
-    info = output.read_json("_info.json")
+def _has_all_files(output: Output, info: dict[str, Any] | None) -> bool:
+    """Return whether all files of a data set exist and have the sizes recorded in `info`."""
     sizes = output.sizes()
     if info is None or "_writing.json" in sizes:
         return False
@@ -163,7 +163,7 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                 return False
         _refuse_unreadable(sidecars, plan, _allowed(plan))
         info = _info(plan, work, sidecars)
-        if output.read_json("_info.json") == info and _has_all_files(output):
+        if output.read_json("_info.json") == info and _has_all_files(output, info):
             print(f"{output}: already complete")
         else:
             _complete(plan, work, sidecars, info)
