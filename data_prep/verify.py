@@ -116,19 +116,15 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
                 length = min(length, math.ceil(num_sampled * length / max(1, total)))
             jobs.append((check, shard_of(data, part, number, length), (split, number)))
             num_images += length
-    findings: dict[tuple[int, int], list[Finding]] = {}
-
-    def keep(place: tuple[int, int], checked: Checked) -> None:
-        part = data.parts[place[0]]
-        findings[place] = checked.findings
+    results = run_jobs(jobs, workers, "verifying", num_jobs=len(jobs), num_images=num_images)
+    for split, number in sorted(results):
+        checked: Checked = results[split, number]
+        part = data.parts[split]
         part.num_checked += checked.num_checked
         data.num_hashed += checked.hashed
         if len(checked.seen):
-            part.seen[place[1]] = checked.seen
-
-    run_jobs(jobs, workers, "verifying", num_jobs=len(jobs), num_images=num_images, on_result=keep)
-    for place in sorted(findings):
-        yield from findings[place]
+            part.seen[number] = checked.seen
+        yield from checked.findings
 
 
 def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0) -> Shard:
