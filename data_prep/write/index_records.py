@@ -339,11 +339,9 @@ def _indexed_before(shard: Shard) -> Indexed | None:
         or rows.dtype != INDEX_DTYPE
         or len(rows) != sidecar["num_samples"]
         or sidecar.get("members", {}) != shard.layout.options()
+        or sidecar.get("shards_at") != _elsewhere(shard)
+        or shard.source.size(shard.name) not in (-1, sidecar["bytes"])
     ):
-        return None
-    if sidecar.get("shards_at") != _elsewhere(shard):
-        return None
-    if shard.source.size(shard.name) not in (-1, sidecar["bytes"]):
         return None
     return Indexed(rows, sidecar, np.empty(0, np.uint64))
 
@@ -357,17 +355,14 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
         rows = index_rows(survey.samples)
         np.save(tar.with_suffix(".rows.npy"), rows)
         write_idx(tar, survey.samples)
-        extra = _about(shard, survey)
-        if (place := _elsewhere(shard)) is not None:
-            extra["shards_at"] = place
-        sidecar = info_file.write_sidecar(tar, len(survey.samples), **extra)
+        sidecar = info_file.write_sidecar(tar, len(survey.samples), **_about(shard, survey))
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
     return Indexed(rows, sidecar, key_hashes([sample.key for sample in survey.samples]))
 
 
-OF_SAMPLES = ("members", "quarantined", "ignored")
-"""The sidecar keys that describe the samples in a tar."""
+OF_SAMPLES = ("members", "quarantined", "ignored", "shards_at")
+"""The sidecar keys that describe the samples in a tar, and its location."""
 
 
 def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
@@ -384,7 +379,8 @@ def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
         }
         for key, name, offset, reason in survey.unfit
     ]
-    about = (shard.layout.options(), quarantined, dict(sorted(survey.ignored.items())))
+    ignored = dict(sorted(survey.ignored.items()))
+    about = (shard.layout.options(), quarantined, ignored, _elsewhere(shard))
     return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}
 
 
