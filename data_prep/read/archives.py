@@ -198,8 +198,6 @@ def small_members(
 # APPNOTE.TXT (PKWARE), section 4.3.7: signature, flags, method, crc, compressed, size, name bytes,
 # extra bytes
 LOCAL_HEADER = struct.Struct("<4s2xHH4xIII2H")
-STORED = 0
-DEFLATED = 8
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
@@ -266,13 +264,13 @@ def read_zip_member(sample: Sample) -> bytes:
         )
     _, flags, method, crc, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(head)
     start = LOCAL_HEADER.size + name_bytes + extra_bytes
-    if method == STORED:
+    if method == zipfile.ZIP_STORED:
         end = start + sample.size
         if len(head) < end + 16:
             head = os.pread(fd, end + 16, sample.offset)
         data = head[start:end]
         behind = head[end : end + 16]
-    elif method == DEFLATED:
+    elif method == zipfile.ZIP_DEFLATED:
         data, behind = _inflate(fd, sample, head, start)
     else:
         raise ValueError(

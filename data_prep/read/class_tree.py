@@ -68,7 +68,12 @@ class FolderTree:
 
     def count_stray(self, ignored: Ignored) -> None:
         """Count the files that are next to the class folders instead of inside them."""
-        ignored.count_stray(self.file)
+        for name in listed(self.file)[1]:
+            path = os.path.join(self.file, name)
+            if image_tree.is_image(path):
+                ignored.stray.append(path)
+            else:
+                ignored.count(path)
 
     def places(self, paths: Sequence[str]) -> Members:
         """Return the locations of images. Paths are relative to this folder."""

@@ -42,15 +42,6 @@ class Ignored:
         kind = self.images if suffix.lower() in NOT_READ else self.others
         kind[suffix or "without a suffix"] += 1
 
-    def count_stray(self, folder: Path) -> None:
-        """Count the files in `folder` that are next to its class folders."""
-        for name in listed(folder)[1]:
-            path = os.path.join(folder, name)
-            if is_image(path):
-                self.stray.append(path)
-            else:
-                self.count(path)
-
     def summary(self) -> list[str]:
         """Describe the skipped files in lines for the console and the card."""
         lines = [self.images_summary()] if self.images else []

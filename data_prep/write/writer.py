@@ -315,9 +315,7 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
     entries = [entry for job in work for entry in sidecars[job.name]["quarantined"]]
     write_quarantine(output, entries)
     output.write_json("_info.json", info)
-    total = 0
     for split, described in info["splits"].items():
-        total += described["num_samples"]
         print(
             f"{split}: {described['num_samples']:,} samples in {len(described['filenames']):,}"
             f" shards, {sum(described['shard_bytes']) / 1e6:,.1f} MB"
@@ -326,7 +324,7 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info["changed"].items())
         print(f"changed or noted: {reasons}")
     if turned := info.get(EXIF_ORIENTED):
-        print(exif_summary(turned, total))
+        print(exif_summary(turned, sum(map(len, rows.values()))))
     if entries:
         print(f"skipped: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")
 
