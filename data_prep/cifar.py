@@ -29,7 +29,8 @@ import numpy as np
 from data_prep.command import source_command
 from data_prep.errors import PrepError
 from data_prep.read.archives import small_members
-from data_prep.read.raw_images import add_records, download_flags, download_if_asked, read_jpeg
+from data_prep.read.download import download_flags, download_if_asked
+from data_prep.read.raw_images import add_records, read_jpeg
 from data_prep.write.catalogue import Builder, Source
 
 SIDE = 32

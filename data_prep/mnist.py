@@ -27,8 +27,8 @@ import numpy as np
 from data_prep.command import source_command
 from data_prep.errors import PrepError, readable
 from data_prep.read.archives import DAMAGE
-from data_prep.read.download import checksum_of
-from data_prep.read.raw_images import add_records, download_flags, download_if_asked, read_jpeg
+from data_prep.read.download import checksum_of, download_flags, download_if_asked
+from data_prep.read.raw_images import add_records, read_jpeg
 from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -141,6 +141,28 @@ def fetched(args: argparse.Namespace) -> Path:
             "--sha256 verifies the file that --download fetches: pass both flags or neither"
         )
     return place
+
+
+def download_flags(files: str, size: str) -> dict[str, dict[str, Any]]:
+    """Return the `--download` and `--url` flags for `files`, such as "the archive"."""
+    return {
+        "--download": {
+            "action": "store_true",
+            "help": f"first download {files} into the folder SOURCE ({size})",
+        },
+        "--url": {
+            "metavar": "BASE",
+            "help": f"download from a mirror with {files} below BASE; implies --download",
+        },
+    }
+
+
+def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: str) -> None:
+    """Download the files missing from SOURCE if --download or --url was given."""
+    if args.download or args.url:
+        for name, expected in md5.items():
+            url = f"{(args.url or base).rstrip('/')}/{name}"
+            download(url, args.source / name, expected)
 
 
 def _fetch(url: str, file: BinaryIO) -> None:

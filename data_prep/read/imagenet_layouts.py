@@ -224,7 +224,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
     Some mirrors number the classes differently.
     """
     wnid_of: dict[int, str] = {}
-    for rows in parquet.spool(files, builder):
+    for rows in parquet.spool(files, builder, parquet.Columns()):
         matches = [IMAGE.fullmatch(os.path.basename(name)) for name in rows.names]
         wnids = [(match[3] or match[2] or "") if match else "" for match in matches]
         for name, label, wnid in zip(rows.names, rows.labels, wnids, strict=True):

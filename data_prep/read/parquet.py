@@ -38,9 +38,6 @@ class Columns(NamedTuple):
     class_names: tuple[str, ...] = ()
 
 
-IMAGENET_COLUMNS = Columns()
-
-
 class Spooled(NamedTuple):
     """The rows of a parquet file. Its images were copied to `file`."""
 
@@ -179,9 +176,7 @@ def _listed(path: Path, columns: Columns) -> Spooled:
     return Spooled(path, path, rows["names"], rows["labels"], offsets, sizes)
 
 
-def spool(
-    files: Sequence[Path], builder: Builder, columns: Columns = IMAGENET_COLUMNS
-) -> Iterator[Spooled]:
+def spool(files: Sequence[Path], builder: Builder, columns: Columns) -> Iterator[Spooled]:
     """Copy the images of all parquet files to `builder.spool`, and yield the rows file by file.
 
     Existing copies are reused. A dry run copies nothing and estimates each image's size by the

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import io
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from data_prep.command import Flags
 from data_prep.errors import PrepError
-from data_prep.read.download import download
 from data_prep.write.catalogue import Builder
 from data_prep.write.samples import Sample, read_range
 
@@ -63,25 +59,3 @@ def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
     encoded = io.BytesIO()
     Image.fromarray(pixels).save(encoded, "JPEG", quality=100, subsampling=0)
     return encoded.getvalue()
-
-
-def download_flags(files: str, size: str) -> Flags:
-    """Return the `--download` and `--url` flags for `files`, such as "the archive"."""
-    return {
-        "--download": {
-            "action": "store_true",
-            "help": f"first download {files} into the folder SOURCE ({size})",
-        },
-        "--url": {
-            "metavar": "BASE",
-            "help": f"download from a mirror with {files} below BASE; implies --download",
-        },
-    }
-
-
-def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: str) -> None:
-    """Download the files missing from SOURCE if --download or --url was given."""
-    if args.download or args.url:
-        for name, expected in md5.items():
-            url = f"{(args.url or base).rstrip('/')}/{name}"
-            download(url, args.source / name, expected)
