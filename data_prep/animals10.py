@@ -147,10 +147,14 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
             f"--fractions {' '.join(map(str, fractions))}: expected two fractions (train, val) or"
             " three (train, val, test) between 0 and 1 that sum to 1"
         )
-    options = {"fractions": list(fractions), "split_seed": split_seed}
     tree = open_tree(path)
-    fill = partial(_fill, tree, fractions, split_seed)
-    return Source("animals10", options, fill, tree.read, tree.inputs)
+    return Source(
+        "animals10",
+        {"fractions": list(fractions), "split_seed": split_seed},
+        partial(_fill, tree, fractions, split_seed),
+        tree.read,
+        tree.inputs,
+    )
 
 
 def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:

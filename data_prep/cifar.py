@@ -137,8 +137,12 @@ def source(path: Path, classes: int | None = None) -> Source:
     Raises PrepError in the same cases as `find_place`.
     """
     kind, place = find_place(path, classes)
-    read = partial(read_jpeg, shape=(3, SIDE, SIDE))
-    return Source("cifar", {"classes": kind.num_classes}, partial(_fill, kind, place), read)
+    return Source(
+        "cifar",
+        {"classes": kind.num_classes},
+        partial(_fill, kind, place),
+        partial(read_jpeg, shape=(3, SIDE, SIDE)),
+    )
 
 
 def _fill(kind: Kind, place: Path, builder: Builder) -> None:

@@ -167,9 +167,12 @@ def source(
     image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0
 ) -> Source:
     """Return a `Source` of digits. (val_)renderings: the number of renderings per original."""
-    options = {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings}
-    fill = partial(_fill, {"train": renderings, "val": val_renderings}, seed)
-    return Source("digits", options, fill, partial(read, image_size=image_size, seed=seed))
+    return Source(
+        "digits",
+        {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings},
+        partial(_fill, {"train": renderings, "val": val_renderings}, seed),
+        partial(read, image_size=image_size, seed=seed),
+    )
 
 
 def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:

@@ -323,14 +323,17 @@ def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:
 
 
 def _source(args: argparse.Namespace) -> Source:
-    settings = Flags(
-        val_fraction=args.val_fraction,
-        class_order=args.class_order,
-        label_column=args.label_column,
-        no_classes=args.no_classes,
-        max_unreadable=args.max_unreadable,
+    return source(
+        fetched(args),
+        Flags(
+            val_fraction=args.val_fraction,
+            class_order=args.class_order,
+            label_column=args.label_column,
+            no_classes=args.no_classes,
+            max_unreadable=args.max_unreadable,
+        ),
+        Path(args.out).resolve(),
     )
-    return source(fetched(args), settings, Path(args.out).resolve())
 
 
 main = source_command(

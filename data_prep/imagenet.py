@@ -285,8 +285,9 @@ def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False
     inputs = list(dict.fromkeys(chain(*parts)))
     if md5:
         check_md5(inputs)
-    fill_it = partial(fill, search, allow_partial)
-    return Source("imagenet", {"partial": allow_partial}, fill_it, read, inputs)
+    return Source(
+        "imagenet", {"partial": allow_partial}, partial(fill, search, allow_partial), read, inputs
+    )
 
 
 def _source(args: argparse.Namespace) -> Source:

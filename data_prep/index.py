@@ -107,10 +107,10 @@ def index(
         flags, own_info or given_info, str(output if own_info else source), first_tar
     )
     rows_of = {} if output is source and output.local else known_rows(output, own_info)
-    shards = [
-        Shard(source, output, name, split_of_tar[name], layout, rows_of.get(name)) for name in tars
+    jobs = [
+        (index_shard, Shard(source, output, name, split, layout, rows_of.get(name)), name)
+        for name, split in split_of_tar.items()
     ]
-    jobs = [(index_shard, shard, shard.name) for shard in shards]
     indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
     sidecars = {name: indexed[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
@@ -241,8 +241,14 @@ def _settings(output: Output, splits: list[str]) -> str:
 
 
 def _run(args: argparse.Namespace) -> None:
-    flags = IndexFlags(args.image, args.label, args.keys_with_dots, args.classes)
-    index(args.root, args.workers, args.out, args.split, flags, args.max_unreadable)
+    index(
+        args.root,
+        args.workers,
+        args.out,
+        args.split,
+        IndexFlags(args.image, args.label, args.keys_with_dots, args.classes),
+        args.max_unreadable,
+    )
 
 
 main = command_line(

@@ -185,8 +185,12 @@ def source(folder: Path, variant: str = "mnist") -> Source:
                 f"{path}: this file belongs to {VARIANTS[owner].torchvision_folder};"
                 f" use --variant {owner}"
             )
-    fill = partial(_fill, files, variant)
-    return Source("mnist", {"variant": variant}, fill, partial(read_jpeg, shape=(SIDE, SIDE)))
+    return Source(
+        "mnist",
+        {"variant": variant},
+        partial(_fill, files, variant),
+        partial(read_jpeg, shape=(SIDE, SIDE)),
+    )
 
 
 def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:

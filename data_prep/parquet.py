@@ -181,15 +181,18 @@ def source(
         f"parquet files: {numbers}; images: column {columns.image}; labels: {columns.label}",
         flush=True,
     )
-    options = {
-        "image_column": columns.image,
-        "label_column": columns.label,
-        "val_fraction": val_fraction,
-        "partial": allow_partial,
-    }
-    inputs = [*chain(*files.values()), *readmes]
-    fill = partial(_fill, files, columns, val_fraction, allow_partial)
-    return Source("parquet", options, fill, read_range, inputs)
+    return Source(
+        "parquet",
+        {
+            "image_column": columns.image,
+            "label_column": columns.label,
+            "val_fraction": val_fraction,
+            "partial": allow_partial,
+        },
+        partial(_fill, files, columns, val_fraction, allow_partial),
+        read_range,
+        inputs=[*chain(*files.values()), *readmes],
+    )
 
 
 def _fill(

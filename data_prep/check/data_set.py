@@ -131,7 +131,6 @@ class DataSet(Classes):
         """Return a sample's shard and key for messages, or its row number if `.idx` is missing."""
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
-            layout = recorded_layout(self.info, self.root / part.filenames[0])
             split = Split(
                 self.root,
                 part.name,
@@ -140,7 +139,7 @@ class DataSet(Classes):
                 part.index,
                 self.recorded_classes or 0,
                 [],
-                layout=layout,
+                layout=recorded_layout(self.info, self.root / part.filenames[0]),
             )
             with suppress(ShardError, OSError), closing(split):
                 place = split.key(part.firsts[shard] + row)

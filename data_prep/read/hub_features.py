@@ -78,9 +78,9 @@ def choose_column(
         return name or possible[0]
     listed = ", ".join(columns)
     if name is not None:
-        hint = did_you_mean(name, columns)
         raise PrepError(
-            f"{flag} {name}: {place} has no such column{hint}; its columns are {listed}"
+            f"{flag} {name}: {place} has no such column{did_you_mean(name, columns)}; its columns"
+            f" are {listed}"
         )
     choice = f"{', '.join(possible)} are possible" if possible else "no name is a usual one"
     raise PrepError(f"{place}: the columns are {listed}, and {choice}: choose one with {flag}")

@@ -212,8 +212,9 @@ def _splits(card: Card) -> str:
         )
         for split, index in card.indexes.items()
     ]
-    head = ("split", "images", "per class", "shards", "MB of images", "skipped")
-    return markdown_table(head, rows)
+    return markdown_table(
+        ("split", "images", "per class", "shards", "MB of images", "skipped"), rows
+    )
 
 
 def _sizes(card: Card) -> list[str]:

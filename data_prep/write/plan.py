@@ -172,21 +172,26 @@ def make_plan(
     """
     output = Output(out)
     record = existing_record(output)
-    early = {"source": source.name, "options": options_of(source, settings)}
-    compare(output, record, early, later=("num_shards", "catalogue"))
+    compare(
+        output,
+        record,
+        {"source": source.name, "options": options_of(source, settings)},
+        later=("num_shards", "catalogue"),
+    )
     with ExitStack() as stack:
         root = _catalogue_root(output, dry)
         if root != output.local:
             stack.callback(_remove_if_empty, root)
-        opened = open_catalogue(
-            source,
-            root,
-            seed=settings.seed,
-            workers=settings.workers,
-            finish=partial(_cut_minival, settings.minival) if settings.minival else None,
-            dry=dry,
+        catalogue = stack.enter_context(
+            open_catalogue(
+                source,
+                root,
+                seed=settings.seed,
+                workers=settings.workers,
+                finish=partial(_cut_minival, settings.minival) if settings.minival else None,
+                dry=dry,
+            )
         )
-        catalogue = stack.enter_context(opened)
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
         counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
         if record and settings.num_shards is None and settings.shard_bytes is None:
