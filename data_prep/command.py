@@ -244,13 +244,17 @@ def source_command(
     source. apply_exif: the default of --apply-exif.
     """
     exif = {**IMAGES_FLAGS["--apply-exif"], "default": apply_exif}
-    groups = {
-        "": flags,
-        "shards": SHARDS_FLAGS,
-        "images": {**IMAGES_FLAGS, "--apply-exif": exif},
-        "running": RUNNING_FLAGS,
-    }
-    return command_line(name, doc, groups, lambda args: _write_or_plan(make(args), args))
+    return command_line(
+        name,
+        doc,
+        {
+            "": flags,
+            "shards": SHARDS_FLAGS,
+            "images": {**IMAGES_FLAGS, "--apply-exif": exif},
+            "running": RUNNING_FLAGS,
+        },
+        lambda args: _write_or_plan(make(args), args),
+    )
 
 
 def refuse_val_fraction(value: float | None, *val: object) -> None:
@@ -294,8 +298,9 @@ def _summary(plan: WritePlan) -> str:
     for split, samples in catalogue.splits.items():
         count = plan.counts[split]
         longest = f" to {samples // count + 1:,}" if samples % count else ""
-        lengths = f"{samples // count:,}{longest}"
-        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {lengths}")
+        lines.append(
+            f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{longest}"
+        )
     work = plan.work()
     sizes = plan.output.sizes()
     part = [work[k].name for k in choose_part(plan.settings.part, plan.counts)]

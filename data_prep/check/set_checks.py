@@ -362,13 +362,12 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
         ]
         more = f" and {len(group) - 4:,} more" if len(group) > 4 else ""
         details.append(f"{' = '.join(names)}{more}")
-    images = counted(len(groups), "image")
-    samples = counted(sum(map(len, groups)), "sample")
     yield Finding(
         "duplicates",
         ", ".join(part.name for part in data.parts),
-        f"equal bytes: {images} in {samples}; {sum(np.array(splits) > 1):,} of these images are"
-        f" in two splits, {sum(np.array(labels) > 1):,} under two labels",
+        f"equal bytes: {counted(len(groups), 'image')} in"
+        f" {counted(sum(map(len, groups)), 'sample')}; {sum(np.array(splits) > 1):,} of these"
+        f" images are in two splits, {sum(np.array(labels) > 1):,} under two labels",
         fails=False,
         details=tuple(details),
     )

@@ -214,8 +214,15 @@ def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
     title = (
         f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
     )
-    images = partial(_zip_images, path, split)
-    return Layout(split, title, path, images, lambda _: wnids - {""}, (path,), flat)
+    return Layout(
+        split,
+        title,
+        path,
+        partial(_zip_images, path, split),
+        lambda _: wnids - {""},
+        inputs=(path,),
+        flat=flat,
+    )
 
 
 def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]:

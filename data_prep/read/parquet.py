@@ -202,9 +202,13 @@ def spool(files: Sequence[Path], builder: Builder, columns: Columns) -> Iterator
         print(f"{plan}; the copy is removed when the shards are complete", flush=True)
         first = random.SystemRandom().randrange(len(todo))
         todo = todo[first:] + todo[:first]
-        jobs = [(spool_file, copy, copy.path) for copy in todo]
         run_jobs(
-            jobs, builder.workers, "copying", num_jobs=len(todo), num_images=num_rows, unit="files"
+            [(spool_file, copy, copy.path) for copy in todo],
+            builder.workers,
+            "copying",
+            num_jobs=len(todo),
+            num_images=num_rows,
+            unit="files",
         )
     for copy in copies:
         rows = read_json(copy.images.with_suffix(".json"))

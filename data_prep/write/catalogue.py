@@ -339,8 +339,9 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
     width = (1 << 64) // parts
     twice = set()
     with open(folder / f"{table.split}.order.npy", "wb") as file:
-        described = {"descr": "<u8", "fortran_order": False, "shape": (len(table),)}
-        np.lib.format.write_array_header_1_0(file, described)
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "<u8", "fortran_order": False, "shape": (len(table),)}
+        )
         for part in range(parts):
             low, high = np.uint64(part * width), np.uint64((part + 1) * width - 1)
             chosen = []
