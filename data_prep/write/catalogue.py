@@ -146,7 +146,6 @@ class Builder:
         self.notes: list[str] = []
         self._counts: dict[str, np.ndarray] = {}
         self._written: dict[str, tuple[BinaryIO, ...]] = {}
-        self._text_bytes: dict[str, int] = {}
 
     @property
     def spool(self) -> Path:
@@ -216,9 +215,8 @@ class Builder:
         if split not in self._written:
             paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
             self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see close)
-        start = self._text_bytes.get(split, 0)
+        start = self._written[split][0].tell()
         rows["text"] = start + np.cumsum(rows["text_size"], dtype=np.uint64) - rows["text_size"]
-        self._text_bytes[split] = start + int(rows["text_size"].sum())
         data = (b"".join(texts), rows.tobytes(), hashes.tobytes())
         for file_of_split, part in zip(self._written[split], data, strict=True):
             file_of_split.write(part)
@@ -255,7 +253,7 @@ class Builder:
         samples is rounded, but each class keeps at least one.
         """
         self.close()
-        table = Table(self.folder, split, self.files, ordered=False)
+        table = Table(self.folder, split, self.files)
         rows = np.arange(len(table))
         hashes = np.concatenate(
             [
@@ -300,7 +298,7 @@ class Builder:
             if not count.sum():
                 raise PrepError(f"split {split!r} has no samples")
             digest.update(f"{split}\t{count.sum()}\n".encode())
-            _write_order(Table(self.folder, split, self.files, ordered=False), self.folder, digest)
+            _write_order(Table(self.folder, split, self.files), self.folder, digest)
         return Catalogue(
             self.folder,
             class_names=self.class_names,

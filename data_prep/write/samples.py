@@ -101,12 +101,12 @@ def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
 class Table:
     """The samples of one split in catalog order. All arrays are memory-mapped."""
 
-    def __init__(self, folder: Path, split: str, files: Sequence[str], ordered: bool = True):
+    def __init__(self, folder: Path, split: str, files: Sequence[str]):
         self.split = split
         self.files = files
         self.rows = _mapped(folder / f"{split}.rows.bin", ROW)
         self._text = _mapped(folder / f"{split}.text.bin", np.dtype(np.uint8))
-        self._order = np.load(folder / f"{split}.order.npy", mmap_mode="r") if ordered else None
+        self._order_path = folder / f"{split}.order.npy"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -120,14 +120,10 @@ class Table:
         key, _, name = text.partition("\0")
         return key, name
 
-    def dealt(self, places: slice | np.ndarray) -> np.ndarray:
-        """Return the rows (ROW) at the given positions in catalog order."""
-        assert self._order is not None, "the catalogue is not sorted yet"
-        return self.rows[self._order[places]]
-
     def samples(self, places: Sequence[int] | np.ndarray) -> list[Sample]:
-        """Return the samples at the given positions in catalog order."""
-        rows = self.dealt(np.asarray(places, np.int64))
+        """Return the samples at the given positions in catalog order, when the rows are sorted."""
+        order = np.load(self._order_path, mmap_mode="r")
+        rows = self.rows[order[np.asarray(places, np.int64)]]
         columns = ("label", "file", "offset", "size", "text", "text_size")
         samples = []
         for label, file, offset, size, start, length in zip(
