@@ -119,7 +119,7 @@ def planned(data: Data, workers: int, check: str, out: Path) -> Iterator[WritePl
 def ours(data: Data, workers: int, check: str, out: Path) -> float:
     """Return the seconds to write shards and index from archive and catalog, without startup."""
     with planned(data, workers, check, out) as plan:
-        work = plan.work()
+        work = plan.work
         return span(write_some, [work[worker::workers] for worker in range(workers)])
 
 

@@ -301,12 +301,11 @@ def _summary(plan: WritePlan) -> str:
         lines.append(
             f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{longest}"
         )
-    work = plan.work()
     sizes = plan.output.sizes()
-    part = [work[k].name for k in choose_part(plan.settings.part, plan.counts)]
+    part = [plan.work[k].name for k in choose_part(plan.settings.part, plan.counts)]
     missing = [name for name in part if not {f"{name}.tar", f"{name}.json"} <= sizes.keys()]
-    lines.append(f"  to write: {len(missing):,} of {len(part):,} shards of {len(work):,}")
-    share = len(missing) / len(work)
+    lines.append(f"  to write: {len(missing):,} of {len(part):,} shards of {len(plan.work):,}")
+    share = len(missing) / len(plan.work)
     needed = plan.num_bytes * share
     disk = f"  disk: about {format_bytes(needed)}"
     if (free := plan.output.free_bytes()) is not None:

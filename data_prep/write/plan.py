@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,9 @@ class WritePlan:
         """The estimated size of all shards."""
         return round(sum(self.catalogue.splits.values()) * (self.mean_bytes + OVERHEAD_BYTES))
 
+    @cached_property
     def work(self) -> list[Work]:
-        """Return one job per shard, with the training shards first."""
+        """One job per shard, with the training shards first."""
         settings = self.settings
         plan = fingerprint(self.recorded)
         jobs = []

@@ -147,26 +147,25 @@ def _has_all_files(output: Output, info: dict[str, Any] | None) -> bool:
 def _write(source: Source, output: Output, settings: Settings, start_s: float) -> bool:
     """Write shards. If all shards are complete, write the records and return True."""
     with make_plan(source, output.url, settings) as plan:
-        work = plan.work()
-        mine = [work[k] for k in choose_part(settings.part, plan.counts)]
+        mine = [plan.work[k] for k in choose_part(settings.part, plan.counts)]
         _claim(plan)
-        sidecars = _write_shards(plan, work, mine)
+        sidecars = _write_shards(plan, mine)
         if settings.part is not None:
-            sidecars = _complete_shards(plan, work)  # includes shards that other machines wrote
-            missing = [f"{job.name}.tar" for job in work if job.name not in sidecars]
+            sidecars = _complete_shards(plan)  # includes shards that other machines wrote
+            missing = [f"{job.name}.tar" for job in plan.work if job.name not in sidecars]
             if missing:
                 print(
                     f"{output}: part {settings.part} written, {time.monotonic() - start_s:.1f} s;"
-                    f" {len(missing)} of {len(work)} shards are still missing ({some(missing)}):"
-                    " write them with the other parts"
+                    f" {len(missing)} of {len(plan.work)} shards are still missing"
+                    f" ({some(missing)}): write them with the other parts"
                 )
                 return False
         _refuse_unreadable(sidecars, plan, _allowed(plan))
-        info = _info(plan, work, sidecars)
+        info = _info(plan, sidecars)
         if output.read_json("_info.json") == info and _has_all_files(output, info):
             print(f"{output}: already complete")
         else:
-            _complete(plan, work, sidecars, info)
+            _complete(plan, sidecars, info)
             print(
                 f"{output}: complete, {len(plan.catalogue.class_names)} classes,"
                 f" {time.monotonic() - start_s:.1f} s"
@@ -199,9 +198,9 @@ def _claim(plan: WritePlan) -> None:
         compare(output, existing_record(output), plan.recorded)
 
 
-def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sidecars:
+def _write_shards(plan: WritePlan, mine: list[Work]) -> Sidecars:
     """Write the incomplete shards of `mine`. Return the sidecars of all complete shards."""
-    sidecars = _complete_shards(plan, work)
+    sidecars = _complete_shards(plan)
     todo = [job for job in mine if job.name not in sidecars]
     if len(todo) < len(mine):
         print(
@@ -226,11 +225,11 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
     return sidecars
 
 
-def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
+def _complete_shards(plan: WritePlan) -> Sidecars:
     """Return the sidecars of this plan's complete shards. Each sidecar is written last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
-    jobs = [job for job in work if {f"{job.name}.{kind}" for kind in kinds} <= sizes.keys()]
+    jobs = [job for job in plan.work if {f"{job.name}.{kind}" for kind in kinds} <= sizes.keys()]
     with ThreadPoolExecutor(16) as pool:  # Each request to an object store takes a round trip.
         read = pool.map(lambda job: plan.output.read_json(f"{job.name}.json"), jobs)
         sidecars = list(read)
@@ -273,9 +272,9 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
 # ---- when all shards are complete ----------------------------------------------------------------
 
 
-def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, Any]:
+def _info(plan: WritePlan, sidecars: Sidecars) -> dict[str, Any]:
     catalogue = plan.catalogue
-    mine = [sidecars[job.name] for job in work]
+    mine = [sidecars[job.name] for job in plan.work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())
     extra: dict[str, Any] = {
         "origin": catalogue.notes,
@@ -296,23 +295,23 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
     )
 
 
-def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[str, Any]) -> None:
+def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None:
     """Write the index, the list of unreadable images and `_info.json`, and print a summary."""
     output = plan.output
     output.remove("dataset.md")  # The existing card is outdated.
     rows = {}
     with (
         ThreadPoolExecutor(16) as pool,
-        Meter("reading complete shards", len(work), "shards") as meter,
+        Meter("reading complete shards", len(plan.work), "shards") as meter,
     ):
-        for job, of_shard in zip(work, pool.map(load_rows, work), strict=True):
+        for job, of_shard in zip(plan.work, pool.map(load_rows, plan.work), strict=True):
             rows[f"{job.name}.tar"] = of_shard
             meter.update(len(rows))
     with output.staging() as folder:
         for split, names in plan.filenames.items():
             save_index(folder / f"{split}.index.npy", [rows[name] for name in names])
             output.publish(folder / f"{split}.index.npy")
-    entries = [entry for job in work for entry in sidecars[job.name]["quarantined"]]
+    entries = [entry for job in plan.work for entry in sidecars[job.name]["quarantined"]]
     write_quarantine(output, entries)
     output.write_json("_info.json", info)
     for split, described in info["splits"].items():
