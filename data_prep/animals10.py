@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from data_prep.command import source_command
-from data_prep.errors import PrepError, some
+from data_prep.errors import PrepError, require, some
 from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import download_archive
 from data_prep.read.image_tree import unique_keys
@@ -133,11 +133,7 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
     sum to 1. split_seed: the seed of the split. Raises PrepError if the path does not exist or the
     fractions are invalid. Listing the images raises PrepError unless all ten classes exist.
     """
-    if not path.exists():
-        raise PrepError(
-            f"{path}: no such file or folder; expected Kaggle's animals10 zip, or the folder it was"
-            " unpacked into"
-        )
+    require(path, "Kaggle's animals10 zip, or the folder it was unpacked into")
     if (
         len(fractions) not in (2, 3)
         or any(not 0 < fraction < 1 for fraction in fractions)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.command import source_command
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, require
 from data_prep.read.archives import small_members
 from data_prep.read.download import download_flags, download_if_asked
 from data_prep.read.raw_images import add_records, read_jpeg
@@ -93,11 +93,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
     """
     kinds = [KINDS[classes]] if classes else list(KINDS.values())
     expected = " or ".join(f"{kind.archive} or its {', '.join(kind.files)}" for kind in kinds)
-    if not source.exists():
-        raise PrepError(
-            f"{source}: no such file or folder; expected {expected}, or use --download with a"
-            " folder"
-        )
+    require(source, f"{expected}, or use --download with a folder")
     candidates = [
         [source, *(source / kind.folder for kind in kinds)],
         [source / kind.archive for kind in kinds],

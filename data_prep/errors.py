@@ -28,6 +28,12 @@ def readable(
         raise PrepError(str(unreadable(path, error))) from error
 
 
+def require(path: Path, expected: str) -> None:
+    """Raise PrepError if a file or folder does not exist. expected: the files that may be there."""
+    if not path.exists():
+        raise PrepError(f"{path}: no such file or folder; expected {expected}")
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Format a number and its noun, singular or plural: "1 image", "2 images"."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
-from data_prep.errors import NEXT_LINE, PrepError, some
+from data_prep.errors import NEXT_LINE, PrepError, require, some
 from data_prep.read.hub_features import choose_column, recorded_features
 from data_prep.read.image_tree import Ignored, images_below
 from data_prep.read.parquet import (
@@ -55,8 +55,7 @@ NO_LABEL = (None, -1)
 
 def find_files(source: Path) -> dict[str, list[Path]]:
     """Return the parquet files of each split, train first. Raises PrepError."""
-    if not source.exists():
-        raise PrepError(f"{source}: no such file or folder; expected parquet files")
+    require(source, "parquet files")
     ignored = Ignored()
     paths = [source]
     if source.is_dir():

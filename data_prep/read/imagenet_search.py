@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from data_prep.errors import PrepError, some
+from data_prep.errors import PrepError, require, some
 from data_prep.read.archives import walk_tar, walk_zip
 from data_prep.read.image_tree import listed
 from data_prep.read.imagenet_layouts import (
@@ -195,11 +195,7 @@ def find_layouts(paths: Sequence[Path]) -> Search:
     """
     search = Search()
     for path in dict.fromkeys(Path(os.path.abspath(path)) for path in paths):
-        if not path.exists():
-            raise PrepError(
-                f"{path}: no such file or folder; expected ImageNet's archives, or a folder that"
-                " contains them"
-            )
+        require(path, "ImageNet's archives, or a folder that contains them")
         look = _look_into if path.is_dir() else _look_at_file
         look(path, search, named=True)
     layouts = [*search.layouts, *map(folder_of_tars, _by_folder(search.inner_tars).values())]
