@@ -208,8 +208,7 @@ def walk_zip(path: Path) -> Iterator[Members]:
     that is not a zip, is truncated, damaged or split. Encrypted members, links, absolute names and
     `..` raise PrepError too. `read_zip_member` checks the compression method.
     """
-    with readable(path), open(path, "rb") as file:
-        kind = describe_content(file.read(256))
+    kind = describe_content(_head(path))
     try:
         with zipfile.ZipFile(path) as archive:
             table = archive.infolist()
