@@ -16,7 +16,6 @@ others. Bytes are reproducible only with the same version of Pillow.
 from __future__ import annotations
 
 import colorsys
-import io
 from collections.abc import Mapping
 from functools import partial
 
@@ -26,6 +25,7 @@ from PIL import Image
 from data_prep.command import positive, source_command
 from data_prep.read.class_tree import split_by_hash
 from data_prep.write.catalogue import Builder, Source
+from data_prep.write.images import encode_jpeg
 from data_prep.write.samples import Sample, read_range, stable_hash
 
 VAL_FRACTION = 0.2
@@ -153,11 +153,8 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
     number."""
     digit = np.frombuffer(read_range(sample), np.uint8).reshape(SIDE, SIDE)
     uniform = Uniform(stable_hash(seed, sample.name, int(sample.key.rpartition("_")[2])))
-    encoded = io.BytesIO()
-    Image.fromarray(render(digit / WHITE, image_size, uniform)).save(
-        encoded, "JPEG", quality=JPEG_QUALITY
-    )
-    return encoded.getvalue()
+    image = Image.fromarray(render(digit / WHITE, image_size, uniform))
+    return encode_jpeg(image, quality=JPEG_QUALITY)
 
 
 # ---- the source ----------------------------------------------------------------------------------

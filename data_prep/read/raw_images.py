@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from PIL import Image
 
 from data_prep.errors import PrepError
 from data_prep.write.catalogue import Builder
+from data_prep.write.images import encode_jpeg
 from data_prep.write.samples import Sample, read_range
 
 
@@ -56,6 +56,4 @@ def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
     pixels = np.frombuffer(read_range(sample), np.uint8).reshape(shape)
     if pixels.ndim == 3:
         pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0))
-    encoded = io.BytesIO()
-    Image.fromarray(pixels).save(encoded, "JPEG", quality=100, subsampling=0)
-    return encoded.getvalue()
+    return encode_jpeg(Image.fromarray(pixels), quality=100, subsampling=0)

@@ -215,6 +215,12 @@ def _encode(
         tag = Image.Exif()
         tag[ORIENTATION_TAG] = orientation
         exif = tag.tobytes()
+    data = encode_jpeg(image, quality=policy.jpeg_quality, subsampling=0, exif=exif, comment=None)
+    return Prepared(data, *image.size, ", ".join(changes), bool(exif))
+
+
+def encode_jpeg(image: Image.Image, **options: Any) -> bytes:
+    """Encode an image with Pillow's `options` for JPEGs."""
     encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=policy.jpeg_quality, subsampling=0, exif=exif, comment=None)
-    return Prepared(encoded.getvalue(), *image.size, ", ".join(changes), bool(exif))
+    image.save(encoded, "JPEG", **options)
+    return encoded.getvalue()
