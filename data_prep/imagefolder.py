@@ -98,17 +98,18 @@ def source(path: Path, flags: Flags | None = None, out: Path | None = None) -> S
     if val is not None:
         refuse_val_fraction(flags.val_fraction, val)
     options: dict[str, Any] = {}
-    val_fraction = 0.0
+    fractions = {"train": 1.0}
     if val is None:
         default = 0.0 if flags.no_classes else VAL_FRACTION
         val_fraction = default if flags.val_fraction is None else flags.val_fraction
         options["val_fraction"] = val_fraction
+        fractions = {"train": 1 - val_fraction, "val": val_fraction}
     # Omit the default "text", because older data sets did not record it.
     if flags.class_order == "number":
         options["class_order"] = "number"
     if flags.no_classes:
         options["label"] = NO_LABEL
-    fill = partial(_fill_unlabelled if flags.no_classes else _fill, layout, val_fraction, flags)
+    fill = partial(_fill_unlabelled if flags.no_classes else _fill, layout, fractions, flags)
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
@@ -140,7 +141,8 @@ def _layout(root: Tree) -> Layout:
     return Layout(root, root, None)  # Without train/, a folder named `test` is an ordinary class.
 
 
-def _fill(layout: Layout, val_fraction: float, flags: Flags, builder: Builder) -> None:
+def _fill(layout: Layout, fractions: Mapping[str, float], flags: Flags, builder: Builder) -> None:
+    """Add the images of the class folders. fractions: the share of each split in train's folder."""
     root, train, val = layout
     names = _in_order(train, train.folders(), flags.class_order)
     used = {"train"} if val is None else {"train", val.name}
@@ -151,7 +153,7 @@ def _fill(layout: Layout, val_fraction: float, flags: Flags, builder: Builder) -
     builder.classes(names)
     ignored = Ignored()
     of_train = {name: labels[_normalized(name)] for name in names}
-    _add_split(builder, train, of_train, _fractions(val_fraction), ignored)
+    _add_split(builder, train, of_train, fractions, ignored)
     per_class = builder.count("train")
     also = ignored.images_in_brackets()
     if not per_class.sum():
@@ -180,17 +182,15 @@ def _fill(layout: Layout, val_fraction: float, flags: Flags, builder: Builder) -
     _check_ignored(ignored, flags, builder)
 
 
-def _fractions(val_fraction: float) -> dict[str, float]:
-    return {"train": 1 - val_fraction, "val": val_fraction}
-
-
-def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Flags, builder: Builder) -> None:
+def _fill_unlabelled(
+    layout: Layout, fractions: Mapping[str, float], flags: Flags, builder: Builder
+) -> None:
     """Add all images of the folders without labels."""
     ignored = Ignored()
-    for tree, fractions in ((layout.train, _fractions(val_fraction)), (layout.val, {"val": 1.0})):
+    for tree, shares in ((layout.train, fractions), (layout.val, {"val": 1.0})):
         if tree is not None:
-            _add_split(builder, tree, {"": -1}, fractions, ignored)
-            if not builder.count(next(iter(fractions))).any():
+            _add_split(builder, tree, {"": -1}, shares, ignored)
+            if not builder.count(next(iter(shares))).any():
                 raise PrepError(
                     f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
                     f"{ignored.images_in_brackets()}"
