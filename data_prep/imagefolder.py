@@ -25,7 +25,6 @@ import argparse
 import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -57,22 +56,6 @@ CLASS_ORDERS = ("text", "number")
 # ---- the source ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Flags:
-    """The command-line options for this source."""
-
-    val_fraction: float | None = None
-    """The fraction of each class to use as val, in [0, 1). The default is 0.1."""
-    class_order: str | None = None
-    """One of CLASS_ORDERS. Required only if the class names are numbers whose order is unclear."""
-    label_column: str | None = None
-    """The metadata.csv column with the class names, needed if several columns are possible."""
-    no_classes: bool = False
-    """Whether to use all images without labels."""
-    max_unreadable: float = Settings().max_unreadable
-    """The maximum fraction of images that may be in unsupported formats."""
-
-
 class Layout(NamedTuple):
     """The folder tree of each split."""
 
@@ -83,42 +66,56 @@ class Layout(NamedTuple):
     """The validation images, or None if val is split off from train."""
 
 
-def source(path: Path, flags: Flags | None = None, out: Path | None = None) -> Source:
+def source(
+    path: Path,
+    val_fraction: float | None = None,
+    class_order: str | None = None,
+    label_column: str | None = None,
+    no_classes: bool = False,
+    max_unreadable: float = Settings().max_unreadable,
+    out: Path | None = None,
+) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
-    Raises PrepError if `path` is missing, is not an archive, or has a val folder but no train
-    folder. Listing the images raises PrepError for missing or conflicting classes, an unclear class
-    order, and too many images in unsupported formats.
+    val_fraction: the fraction of each class to use as val, in [0, 1), by default 0.1. class_order:
+    one of CLASS_ORDERS, required only if the class names are numbers whose order is unclear.
+    label_column: the metadata.csv column with the class names, needed if several columns are
+    possible. no_classes: use all images without labels. max_unreadable: the maximum fraction of
+    images that may be in unsupported formats. out: the output folder.
+
+    Raises PrepError if `path` is missing, is not an archive, contains `out`, or has a val folder
+    but no train folder. Listing the images raises PrepError for missing or conflicting classes, an
+    unclear class order, and too many images in unsupported formats.
     """
-    flags = flags or Flags()
-    layout = _layout(_open(path, flags))
+    layout = _layout(_open(path, label_column, no_classes))
     train, val = layout.train, layout.val
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: this folder is inside the source {path}: choose another --out")
     if val is not None:
-        refuse_val_fraction(flags.val_fraction, val)
+        refuse_val_fraction(val_fraction, val)
     options: dict[str, Any] = {}
     fractions = {"train": 1.0}
     if val is None:
-        default = 0.0 if flags.no_classes else VAL_FRACTION
-        val_fraction = default if flags.val_fraction is None else flags.val_fraction
+        if val_fraction is None:
+            val_fraction = 0.0 if no_classes else VAL_FRACTION
         options["val_fraction"] = val_fraction
         fractions = {"train": 1 - val_fraction, "val": val_fraction}
     # Omit the default "text", because older data sets did not record it.
-    if flags.class_order == "number":
+    if class_order == "number":
         options["class_order"] = "number"
-    if flags.no_classes:
+    fill = partial(_fill, layout, fractions, max_unreadable, class_order)
+    if no_classes:
         options["label"] = NO_LABEL
-    fill = partial(_fill_unlabelled if flags.no_classes else _fill, layout, fractions, flags)
+        fill = partial(_fill_unlabelled, layout, fractions, max_unreadable)
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
-def _open(path: Path, flags: Flags) -> Tree:
+def _open(path: Path, label_column: str | None, no_classes: bool) -> Tree:
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
             print(f"{path}: decompressed, because a compressed tar has no random access")
-        tree = open_tree(path) if flags.no_classes else open_archive(path)
+        tree = open_tree(path) if no_classes else open_archive(path)
         print(f"{path}: reading the images of {tree} in place, without unpacking", flush=True)
         return tree
     if not path.is_dir():
@@ -126,7 +123,7 @@ def _open(path: Path, flags: Flags) -> Tree:
             f"{path}: {'not a folder' if path.exists() else 'no such folder'}; expected a folder"
             " with one subfolder of images per class, or a zip or tar of such a folder"
         )
-    return FolderTree(path) if flags.no_classes else open_tree(path, flags.label_column)
+    return FolderTree(path) if no_classes else open_tree(path, label_column)
 
 
 def _layout(root: Tree) -> Layout:
@@ -141,10 +138,16 @@ def _layout(root: Tree) -> Layout:
     return Layout(root, root, None)  # Without train/, a folder named `test` is an ordinary class.
 
 
-def _fill(layout: Layout, fractions: Mapping[str, float], flags: Flags, builder: Builder) -> None:
+def _fill(
+    layout: Layout,
+    fractions: Mapping[str, float],
+    max_unreadable: float,
+    class_order: str | None,
+    builder: Builder,
+) -> None:
     """Add the images of the class folders. fractions: the share of each split in train's folder."""
     root, train, val = layout
-    names = _in_order(train, train.folders(), flags.class_order)
+    names = _in_order(train, train.folders(), class_order)
     used = {"train"} if val is None else {"train", val.name}
     if train is not root and (unused := [name for name in root.folders() if name not in used]):
         # _info.json records this text, so rewording it would change the output bytes.
@@ -179,11 +182,11 @@ def _fill(layout: Layout, fractions: Mapping[str, float], flags: Flags, builder:
         )
     if val is not None:
         _fill_val(val, labels, ignored, builder)
-    _check_ignored(ignored, flags, builder)
+    _check_ignored(ignored, max_unreadable, builder)
 
 
 def _fill_unlabelled(
-    layout: Layout, fractions: Mapping[str, float], flags: Flags, builder: Builder
+    layout: Layout, fractions: Mapping[str, float], max_unreadable: float, builder: Builder
 ) -> None:
     """Add all images of the folders without labels."""
     ignored = Ignored()
@@ -195,7 +198,7 @@ def _fill_unlabelled(
                     f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
                     f"{ignored.images_in_brackets()}"
                 )
-    _check_ignored(ignored, flags, builder)
+    _check_ignored(ignored, max_unreadable, builder)
 
 
 def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder) -> None:
@@ -218,14 +221,14 @@ def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Buil
         )
 
 
-def _check_ignored(ignored: Ignored, flags: Flags, builder: Builder) -> None:
+def _check_ignored(ignored: Ignored, max_unreadable: float, builder: Builder) -> None:
     """Report skipped files. Raises PrepError if too many skipped files are images."""
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
-    if ignored.num_images > (allowed := allowed_unreadable(flags.max_unreadable, total)):
+    if ignored.num_images > (allowed := allowed_unreadable(max_unreadable, total)):
         raise PrepError(
             f"{ignored.num_images:,} of {total:,} images would be skipped, more than the"
-            f" {allowed:,} that --max-unreadable {flags.max_unreadable} allows:"
+            f" {allowed:,} that --max-unreadable {max_unreadable} allows:"
             f" {'; '.join(ignored.summary())}. To skip them, use"
             f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )
@@ -325,14 +328,12 @@ def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:
 def _source(args: argparse.Namespace) -> Source:
     return source(
         fetched(args),
-        Flags(
-            val_fraction=args.val_fraction,
-            class_order=args.class_order,
-            label_column=args.label_column,
-            no_classes=args.no_classes,
-            max_unreadable=args.max_unreadable,
-        ),
-        Path(args.out).resolve(),
+        val_fraction=args.val_fraction,
+        class_order=args.class_order,
+        label_column=args.label_column,
+        no_classes=args.no_classes,
+        max_unreadable=args.max_unreadable,
+        out=Path(args.out).resolve(),
     )
 
 

@@ -14,7 +14,7 @@ from prep_place import new_catalogue
 from small_shards import add
 
 from data_prep.errors import PrepError
-from data_prep.imagefolder import Flags, main, source
+from data_prep.imagefolder import main, source
 from data_prep.write.samples import Sample, safe_key
 from vit.data.shards.data_set import open_split
 
@@ -34,7 +34,7 @@ HELD_OUT = [
 
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
     with tempfile.TemporaryDirectory() as temporary:
-        catalogue = new_catalogue(source(folder, Flags(val_fraction)), Path(temporary), seed=0)
+        catalogue = new_catalogue(source(folder, val_fraction), Path(temporary), seed=0)
         return {
             split: catalogue.table(split).samples(range(total))
             for split, total in catalogue.splits.items()

@@ -33,8 +33,7 @@ def test_an_archive_may_have_only_class_folders_and_other_files(tmp_path):
     files |= {"pizza/notes/names.txt": b"x", "pizza/a.txt": b"x", "pizza/deep/1.JPG": jpeg(1)}
     archive = tmp_path / "flat.zip"
     archive.write_bytes(zip_of(files, "images/"))
-    options = imagefolder.Flags(val_fraction=0.5)
-    catalogue = new_catalogue(imagefolder.source(archive, options), tmp_path / "c", seed=0)
+    catalogue = new_catalogue(imagefolder.source(archive, val_fraction=0.5), tmp_path / "c", seed=0)
     keys = {
         s.key
         for split, n in catalogue.splits.items()
