@@ -295,23 +295,21 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
     survey = survey_tar(tar, shard.layout)
     status = tar.stat()
     about = _about(shard, survey)
-    sidecar = info_file.read_sidecar(tar)
+    sidecar = info_file.read_sidecar(tar) or {}
     # Sidecars from this project's writer contain no modification time, because their bytes must
     # depend only on the data.
-    of_writer = sidecar is not None and "plan" in sidecar
-    fits = sidecar is not None and (
-        of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
-    )
+    of_writer = "plan" in sidecar
+    fits = of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
     idx = tar.with_suffix(".idx")
     if not idx.exists() or idx.read_bytes() != b"".join(idx_lines(survey.samples)):
         write_idx(tar, survey.samples)
-    if (
-        sidecar is None
-        or not fits
-        or (sidecar["bytes"], sidecar.get("mtime_ns")) != (status.st_size, status.st_mtime_ns)
+    if not (
+        fits
+        and sidecar.get("bytes") == status.st_size
+        and sidecar.get("mtime_ns") == status.st_mtime_ns
     ):
         sha256 = sha256_of(tar)
-        if not (of_writer and sidecar is not None and sidecar["sha256"] == sha256):
+        if not (of_writer and sidecar["sha256"] == sha256):
             sidecar = info_file.write_sidecar(
                 tar, len(survey.samples), sha256, mtime_ns=status.st_mtime_ns, **about
             )
