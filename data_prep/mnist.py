@@ -143,14 +143,13 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
     }
 
 
-def read_idx(path: Path, kind: str, count: int) -> bytes:
-    """Return the uncompressed content of an idx file with `count` "images" or "labels".
+def read_idx(path: Path, shape: tuple[int, ...]) -> bytes:
+    """Return the uncompressed content of an idx file of bytes with this shape, and its header.
 
     Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: number of dimensions), a four-byte
     size for each dimension, and the data (http://yann.lecun.com/exdb/mnist). Raises PrepError for a
     file of another kind, size or shape.
     """
-    shape = (count, SIDE, SIDE) if kind == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))
     opened = gzip.open if path.suffix == ".gz" else open
@@ -197,10 +196,10 @@ def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
         labels_file = files[f"{part}-labels-idx1-ubyte"]
-        content = read_idx(labels_file, "labels", count)
+        content = read_idx(labels_file, (count,))
         labels = np.frombuffer(content, np.uint8, offset=HEADER_BYTES["labels"])
         name = f"{part}-images-idx3-ubyte"
-        content = read_idx(files[name], "images", count)
+        content = read_idx(files[name], (count, SIDE, SIDE))
         images_file = files[name]
         if images_file.suffix == ".gz":
             images_file = builder.folder / name
