@@ -76,6 +76,9 @@ class Source:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+_open_table = lru_cache(maxsize=4)(Table)
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """A finished catalog, memory-mapped by each process."""
@@ -365,8 +368,3 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
             f"split {table.split!r}: {len(twice)} keys are not unique (dots, slashes and blanks"
             f" become '_'): {some(sorted(twice))}; rename these images, or remove the duplicates"
         )
-
-
-@lru_cache(maxsize=4)
-def _open_table(folder: Path, split: str, files: tuple[str, ...]) -> Table:
-    return Table(folder, split, files)
