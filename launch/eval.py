@@ -36,6 +36,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -48,11 +49,11 @@ from vit.config.schema import Config
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
-from vit.evaluation.compare import Result, compare, evaluate_weights
-from vit.evaluation.probes import KNN_FLAG, LINEAR_FLAG, ProbeFlags
+from vit.evaluation.compare import Result, RunProbes, compare, evaluate_weights
 from vit.extras.compose import build_run
 from vit.finetune import finetune
 from vit.run_folder import LATEST_FILE, newest_run
+from vit.system.by_name import load
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.training.initial_weights import read_once
 from vit.weights.files import LoadedWeights, read_weights
@@ -252,17 +253,17 @@ def _create_parser() -> Parser:
         help="first fine-tune with this config, and evaluate before and after",
     )
     parser.add_argument(
-        KNN_FLAG,
+        "--knn",
         action="store_true",
         help="also classify by nearest training images, using the head's input features",
     )
     parser.add_argument(
         "--k",
         metavar="N,...",
-        help=f"numbers of neighbors for {KNN_FLAG}, such as 10,20,100,200 (default: {DEFAULT_K})",
+        help=f"numbers of neighbors for --knn, such as 10,20,100,200 (default: {DEFAULT_K})",
     )
     parser.add_argument(
-        LINEAR_FLAG,
+        "--linear-probe",
         action="store_true",
         help="also fit a linear classifier to these features of the training images",
     )
@@ -270,7 +271,7 @@ def _create_parser() -> Parser:
         "--l2",
         type=float,
         metavar="X",
-        help=f"penalty of {LINEAR_FLAG} (default: chosen on a tenth of the training images)",
+        help="penalty of --linear-probe (default: chosen on a tenth of the training images)",
     )
     parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     parser.add_argument(
@@ -313,18 +314,17 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
     return args
 
 
-def _read_probes(args: argparse.Namespace, parser: Parser) -> ProbeFlags | None:
-    """Return the probes that the flags request, or None. Exit if a flag is invalid."""
+def _read_probes(args: argparse.Namespace, parser: Parser) -> RunProbes | None:
+    """Return the probes that the flags request, or None. Exit if a flag is invalid, and raise
+    ValueError if vit/extras/probes has been deleted."""
     problems = []
-    flags = [
-        flag for flag, is_on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if is_on
-    ]
+    flags = ["--knn"] * args.knn + ["--linear-probe"] * args.linear_probe
     if flags and args.finetune:
         problems.append(f"{' and '.join(flags)}: run eval.py on the fine-tuned run instead")
     if args.k is not None and not args.knn:
-        problems.append(f"--k {args.k} requires {KNN_FLAG}: pass both")
+        problems.append(f"--k {args.k} requires --knn: pass both")
     if args.l2 is not None and not args.linear_probe:
-        problems.append(f"--l2 {args.l2:g} requires {LINEAR_FLAG}: pass both")
+        problems.append(f"--l2 {args.l2:g} requires --linear-probe: pass both")
     if args.l2 is not None and not 0 < args.l2 < float("inf"):
         problems.append(f"--l2 {args.l2:g}: expected a number above 0, such as 1e-4")
     counts = (args.k or str(DEFAULT_K)).split(",")
@@ -336,7 +336,12 @@ def _read_probes(args: argparse.Namespace, parser: Parser) -> ProbeFlags | None:
         parser.error("; ".join(problems))
     if not flags:
         return None
-    return ProbeFlags(tuple(map(int, counts)) if args.knn else (), args.linear_probe, args.l2)
+    return partial(
+        load("vit.extras.probes.probes:run_probes", flags[0]),
+        ks=tuple(map(int, counts)) if args.knn else (),
+        linear=args.linear_probe,
+        l2=args.l2,
+    )
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -22,6 +22,7 @@ PLAIN = ("log.report=false", "eval.reference=null", "data.root=data", "run.dir=r
 NEEDED_BY = {
     "loggers": ("log.tensorboard=true", "log.tensorboard=true needs"),
     "planner": ("--check", "--check needs"),
+    "probes": ("--knn", "--knn needs"),
     "recipes": ("eval.reference=demo", "eval.reference needs"),
     "remote_runs": ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run needs"),
     "report": ("log.report=true", "log.report=true needs"),
@@ -50,6 +51,8 @@ word = sys.argv[2]
 try:
     if word == "--check":
         load("vit.extras.planner.check.all_checks:check", word)
+    elif word == "--knn":
+        load("vit.extras.probes.probes:run_probes", word)
     elif word.startswith("log.tensorboard"):
         load("vit.extras.loggers.tensorboard:TensorboardView", word)
     elif word.startswith("stream.urls"):

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from torch import Tensor, nn
 
 from vit.config.base import VAL
 from vit.config.schema import Config
-from vit.data.augment.apply import create_augment
+from vit.data.augment.apply import Augment, create_augment
 from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import open_split
+from vit.data.shards.split import Split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluation, Evaluator
-from vit.evaluation.probes import Probed, ProbeFlags, run_probes
 from vit.layers.blocks import set_residual_dtype
 from vit.layers.precision import precision_note
 from vit.model import create_model
@@ -38,6 +38,27 @@ from vit.training.metrics import (
 )
 from vit.weights.class_names import class_mismatch, namings_of, select_classes
 from vit.weights.files import LoadedWeights, load_weights
+
+
+class Probed(Protocol):
+    """The result of a probe of the features of a model (`vit.extras.probes`)."""
+
+    @property
+    def name(self) -> str:
+        """A name with a space, unlike those of evaluation sets."""
+
+    @property
+    def is_right(self) -> Tensor:
+        """(N,) bool on the CPU: whether each validation image is classified correctly."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the metrics, keyed by name."""
+
+    def line(self) -> str:
+        """Return the result as one line of text."""
+
+
+RunProbes = Callable[[nn.Module, Config, Split, Augment, World], Sequence[Probed]]
 
 
 class Result(NamedTuple):
@@ -59,14 +80,14 @@ def evaluate_weights(
     world: World,
     out: TextIO,
     selected: bool = False,
-    probes: ProbeFlags | None = None,
+    probes: RunProbes | None = None,
 ) -> Result:
     """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
 
     The image size of `config` may differ from the weights' image size; position embeddings are then
     resampled. selected: use only the logits of the data's classes, matched by name. probes: the
     feature probes to run. Raises ValueError if the data have more classes than the weights, or
-    classes that cannot be matched. Raises the errors of `open_sets` and `run_probes`.
+    classes that cannot be matched. Raises the errors of `open_sets` and `probes`.
     """
     split = open_split(config, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
@@ -98,12 +119,10 @@ def evaluate_weights(
     with world.fail_together():
         _check_finite(by_set, loaded, config.train.precision)
 
-    probed: list[Probed] = []
+    probed: Sequence[Probed] = ()
     if probes is not None:
         augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
-        probed = run_probes(
-            probes, model, config=config, val_split=split, augment=augment, world=world
-        )
+        probed = probes(model, config, split, augment, world)
 
     result = by_set[VAL][1]
     as_json = _as_json(result.accuracy)

@@ -4,8 +4,7 @@ Each rank runs the model on its part of the evaluation batches and stores the in
 linear layer in fp16. The sum over ranks gives every rank the whole matrix.
 
 The features equal timm's `forward_head(..., pre_logits=True)`: the class token, the mean of the
-patches, or the output of a hidden layer before the head. `vit.evaluation.knn` and
-`vit.evaluation.linear_probe` use these features.
+patches, or the output of a hidden layer before the head. `vit.extras.probes` uses these features.
 """
 
 from __future__ import annotations

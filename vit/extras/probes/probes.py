@@ -22,29 +22,10 @@ from vit.data.open_data import open_split
 from vit.data.shards.split import Split
 from vit.distributed.process_group import World
 from vit.evaluation.features import extract_features, head_of
-from vit.evaluation.knn import classify
-from vit.evaluation.linear_probe import ROWS, fit_probe, logits_of
+from vit.extras.probes.knn import classify
+from vit.extras.probes.linear_probe import ROWS, fit_probe, logits_of
 from vit.system.meter import Meter
 from vit.training.metrics import Accuracy, AccuracyCounter, format_interval, format_top5, interval95
-
-KNN_FLAG = "--knn"
-LINEAR_FLAG = "--linear-probe"
-
-
-@dataclass(frozen=True)
-class ProbeFlags:
-    """The probes to run."""
-
-    ks: tuple[int, ...] = ()
-    """The numbers of neighbors; () runs no k-NN."""
-    linear: bool = False
-    l2: float | None = None
-    """The penalty of the linear probe; None chooses it on held-out training images."""
-
-    @property
-    def flag(self) -> str:
-        """The flag that error messages name as the reason for extracting features."""
-        return KNN_FLAG if self.ks else LINEAR_FLAG
 
 
 @dataclass(frozen=True)
@@ -100,26 +81,31 @@ class Probed:
 
 
 def run_probes(
-    probes: ProbeFlags,
     model: nn.Module,
     config: Config,
     val_split: Split,
     augment: Augment,
     world: World,
+    *,
+    ks: tuple[int, ...] = (),
+    linear: bool = False,
+    l2: float | None = None,
 ) -> list[Probed]:
     """Classify the images of `val_split` by the features of `model`.
 
-    model: on the device of the rank. Raises ValueError or ShardError if the training split is
-    missing or has fewer images than neighbors, the head is not linear, or an image cannot be
-    decoded.
+    model: on the device of the rank. ks: the numbers of neighbors; () runs no k-NN. linear: run the
+    linear probe, with penalty `l2`; None chooses the penalty on held-out training images. Raises
+    ValueError or ShardError if the training split is missing or has fewer images than neighbors,
+    the head is not linear, or an image cannot be decoded.
     """
+    flag = "--knn" if ks else "--linear-probe"
     with world.fail_together():
-        width = head_of(model, probes.flag).in_features
+        width = head_of(model, flag).in_features
     train_split = open_split(config, config.data.train_split, world)
     with world.fail_together():
-        if probes.ks and max(probes.ks) > train_split.num_samples:
+        if ks and max(ks) > train_split.num_samples:
             raise ValueError(
-                f"--k {max(probes.ks)}: {train_split.root} {train_split.name!r} has only"
+                f"--k {max(ks)}: {train_split.root} {train_split.name!r} has only"
                 f" {train_split.num_samples:,} images: pass at most that many"
             )
     num_images = train_split.num_samples + val_split.num_samples
@@ -135,7 +121,7 @@ def run_probes(
         text = f"features of {split.name!r}"
         with Meter(text, split.num_samples, "images", shown=world.is_main) as meter:
             split_features = extract_features(
-                model, split, config, augment, world, wanted_by=probes.flag, on_images=meter.update
+                model, split, config, augment, world, wanted_by=flag, on_images=meter.update
             )
         features.append(split_features)
     train, queries = features
@@ -145,15 +131,15 @@ def run_probes(
         Probed, num_classes=num_classes, num_train=train_split.num_samples, split=train_split.name
     )
     probed: list[Probed] = []
-    if probes.ks:
-        text = f"{max(probes.ks)} nearest neighbors"
+    if ks:
+        text = f"{max(ks)} nearest neighbors"
         with Meter(text, len(queries), "images", shown=world.is_main) as meter:
             voted = classify(
                 train,
                 labels[0],
                 queries,
                 labels[1],
-                ks=probes.ks,
+                ks=ks,
                 num_classes=num_classes,
                 world=world,
                 on_queries=meter.update,
@@ -161,8 +147,8 @@ def run_probes(
         for k, predictions, in_top5 in voted:
             right = predictions == labels[1]
             probed.append(result(f"knn {k}", right, int(in_top5.sum()), settings={"k": k}))
-    if probes.linear:
-        probe, scale = fit_probe(train, labels[0], num_classes, world, probes.l2)
+    if linear:
+        probe, scale = fit_probe(train, labels[0], num_classes, world, l2)
         logits = logits_of(probe, scale, queries)
         counter = AccuracyCounter(world.device)
         shares = zip(logits.split(ROWS), labels[1].to(world.device).split(ROWS), strict=True)

@@ -17,8 +17,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from vit.data.shards.data_set import open_split
 from vit.distributed.process_group import World
-from vit.evaluation import knn, linear_probe
 from vit.evaluation.features import extract_features
+from vit.extras.probes import knn, linear_probe
 from vit.inference.predictor import load
 
 WORLD = World(0, 1, torch.device("cpu"))
