@@ -374,9 +374,14 @@ def test_wandbs_own_variable_names_the_project(variable, project, tmp_path, monk
 
     wandb = SimpleNamespace(init=init, Settings=lambda **options: None)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    opened, _ = wandb_process._open_run(wandb, tmp_path, "offline", {})
+    opened, state = wandb_process._open_run(wandb, tmp_path, "offline", {})
     assert opened is run
     assert asked["project"] == project
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / wandb_process.STATE_FILE).write_text(json.dumps(state))
+    monkeypatch.delenv("WANDB_PROJECT")
+    wandb_process._open_run(wandb, tmp_path, "offline", {})
+    assert asked["project"] == project, "a later upload must continue the run in its project"
 
 
 @pytest.mark.parametrize(("setting", "environment"), [("off", None), ("auto", "disabled")])
