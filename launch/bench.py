@@ -27,7 +27,7 @@ import check_versions  # noqa: F401
 from rich.console import Console
 from rich.table import Table
 
-from vit.config.hints import setting_for
+from vit.config.command_line import config_parser
 from vit.config.io import load_config, with_settings
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
@@ -42,7 +42,6 @@ from vit.extras.planner.benchmark.certificate import (
     write_results,
 )
 from vit.extras.planner.benchmark.subject import Wishes
-from vit.system.command_line import Parser
 
 
 def main() -> World:
@@ -83,8 +82,7 @@ def main() -> World:
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
-    parser = Parser("python launch/bench.py", __doc__, setting_for)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
+    parser = config_parser("python launch/bench.py", __doc__)
     parser.add_argument(
         "--data", metavar="ROOT", help="shards for the loader (default: the config's data.root)"
     )
@@ -109,9 +107,6 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         "--out", type=Path, metavar="FOLDER", help="write <date>-gpu-<name>.json and .md"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
-    )
     args = parser.parse_intermixed_args(arguments)
     if not 0 < args.seconds < float("inf"):
         parser.error(f"--seconds {args.seconds:g}: expected more than 0")

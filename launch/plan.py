@@ -23,11 +23,10 @@ from typing import Any
 import check_versions  # noqa: F401
 from rich.console import Console
 
-from vit.config.hints import setting_for
+from vit.config.command_line import config_parser
 from vit.config.io import load_config
 from vit.distributed.exit import run_command
 from vit.extras.planner.forecast import (
-    GIB,
     GPUS_PER_HOST,
     IMAGES_PER_CORE_S,
     SHARD_BYTES_PER_IMAGE,
@@ -35,8 +34,8 @@ from vit.extras.planner.forecast import (
     make_forecast,
     usable_bytes,
 )
-from vit.system.command_line import Parser
 from vit.system.gpus import GPUS, parse_gpus
+from vit.system.meter import GIB
 
 
 def main() -> None:
@@ -61,8 +60,7 @@ def main() -> None:
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
-    parser = Parser("python launch/plan.py", __doc__, setting_for)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
+    parser = config_parser("python launch/plan.py", __doc__)
     parser.add_argument(
         "--gpus",
         required=True,
@@ -79,9 +77,6 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     ):
         parser.add_argument(option, type=float, metavar=metavar, help=explanation)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
-    )
     return parser.parse_intermixed_args(arguments)
 
 

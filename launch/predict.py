@@ -60,7 +60,7 @@ def main() -> World:
         if note:
             print(f"note: {note}", file=sys.stderr)
     if args.sheet:  # Fail before the predictions are computed.
-        by_name.load("vit.extras.report.model_plots", "--sheet")
+        by_name.load("vit.extras.report.model_figures", "--sheet")
         check_place(args.sheet, "--sheet ")
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
@@ -125,7 +125,7 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
 
 def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     """Draw the example images, with attention maps if `--attention` is set."""
-    plots = by_name.load("vit.extras.report.model_plots", "--sheet")
+    plots = by_name.load("vit.extras.report.model_figures", "--sheet")
     pixels = torch.stack(summary.pixels)
     overlays = None
     if args.attention:

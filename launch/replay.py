@@ -23,7 +23,7 @@ from vit.distributed.process_group import World, join_world
 from vit.extras.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.extras.report.source import ReportSource
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER, local_copy, newest_run
-from vit.system.command_line import Parser, add_run_words, run_and_settings
+from vit.system.command_line import Parser, parse_run_words
 from vit.system.drawing import picture_format
 
 TABLE_ROWS = 12
@@ -84,7 +84,6 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/replay.py", __doc__, setting_for)
-    add_run_words(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step, starting at 1")
     parser.add_argument(
         "--rank", type=int, metavar="R", help="only the rows of this rank (default: all ranks)"
@@ -105,8 +104,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         default="cpu",
         help="device for the augmentation (default: cpu)",
     )
-    args = parser.parse_intermixed_args(arguments)
-    args.run, args.overrides = run_and_settings(args.words)
+    args = parse_run_words(parser, arguments)
     if not 1 <= args.images <= 256:
         raise ValueError(f"--images {args.images}: expected a number from 1 to 256")
     if args.sheet is not None:

@@ -32,7 +32,7 @@ from vit.extras.report.training_images.doubles import (
 from vit.extras.report.training_images.page import TABLE_FILE, write_samples_page
 from vit.hooks.sample_losses import epoch_files
 from vit.run_folder import METRICS_FILE, local_copy, newest_run
-from vit.system.command_line import Parser, add_run_words, run_and_settings
+from vit.system.command_line import Parser, parse_run_words
 from vit.system.meter import Meter
 
 
@@ -76,7 +76,6 @@ def main() -> World:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/samples.py", __doc__, setting_for)
-    add_run_words(parser)
     parser.add_argument(
         "--images", type=int, default=48, metavar="N", help="images per section (default: 48)"
     )
@@ -104,8 +103,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         default="cpu",
         help="device for the model (default: cpu)",
     )
-    args = parser.parse_intermixed_args(arguments)
-    args.run, args.overrides = run_and_settings(args.words)
+    args = parse_run_words(parser, arguments)
     if not 1 <= args.images <= 1000:
         raise ValueError(f"--images {args.images}: expected a number from 1 to 1000")
     if (args.exclude is None) != (args.worst is None) or (args.worst or 1) < 1:

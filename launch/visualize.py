@@ -39,7 +39,7 @@ from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
 from vit.run_folder import LATEST_FILE, METRICS_FILE, newest_run
 from vit.system import by_name
-from vit.system.command_line import Parser
+from vit.system.command_line import Parser, image_size
 from vit.system.drawing import picture_format
 from vit.system.meter import Meter
 from vit.weights.files import read_weights
@@ -90,14 +90,10 @@ def curves(args: Namespace, world: World) -> None:
     print(plot_learning_curves(runs, args.out or Path(f"curves_{names}.png"), args.smooth))
 
 
-def shapes(args: Namespace, world: World) -> None:
-    """Print the tensor shapes at each stage of the model."""
-    by_name.load("vit.extras.planner.by_layer:print_network", args.command)(*_config_of(args))
-
-
-def summary(args: Namespace, world: World) -> None:
-    """Print the parameters and operations of each layer, and the memory."""
-    by_name.load("vit.extras.planner.by_layer:print_costs", args.command)(*_config_of(args))
+def layers(args: Namespace, world: World) -> None:
+    """Print the shapes of a model, or its costs by layer, with `vit.extras.planner.by_layer`."""
+    printers = by_name.load("vit.extras.planner.by_layer:PRINTERS", args.command)
+    printers[args.command](*_config_of(args))
 
 
 def _config_of(args: Namespace) -> tuple[Config, int]:
@@ -325,9 +321,9 @@ COMMANDS = {
         ("--smooth", "--out"),
         FOLDERS,
     ),
-    "shapes": Command(shapes, "shapes at each stage, as text", OF_NAME, ONE_OR_NAME),
+    "shapes": Command(layers, "shapes at each stage, as text", OF_NAME, ONE_OR_NAME),
     "summary": Command(
-        summary, "layers, parameters, GFLOP and memory, as text", OF_NAME, ONE_OR_NAME
+        layers, "layers, parameters, GFLOP and memory, as text", OF_NAME, ONE_OR_NAME
     ),
     "patches": Command(patches, "images cut into patches", OF_IMAGES, ONE, 1),
     "filters": Command(figure, "principal components of the patch embedding", OF_WEIGHTS, ONE),
@@ -350,10 +346,7 @@ COMMANDS = {
 
 def settings_of(args: Namespace) -> dict[str, Any]:
     """Return the settings that the flags change, as a dict from dotted keys to values."""
-    size = args.image_size
-    if size and len(size) == 1:
-        size = size[0]
-    return {"model.image_size": size} if size else {}
+    return {"model.image_size": image_size(args)} if args.image_size else {}
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:

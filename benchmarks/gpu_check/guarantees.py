@@ -25,7 +25,7 @@ from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.distributed.process_group import World, make_deterministic
 from vit.extras.planner.benchmark.step_time import create_step, run_steps, time_step
-from vit.extras.planner.benchmark.synthetic import synthetic_batches
+from vit.extras.planner.benchmark.subject import synthetic_batches
 from vit.extras.planner.memory import step_memory
 from vit.step import TrainStep
 from vit.system.device_memory import bytes_in_use, reset_peak

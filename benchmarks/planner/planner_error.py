@@ -22,12 +22,13 @@ import torch
 from scipy.optimize import nnls
 
 from vit.config.schema import Config
-from vit.extras.planner.forecast import GIB, usable_bytes
+from vit.extras.planner.forecast import usable_bytes
 from vit.extras.planner.memory import step_memory
 from vit.extras.planner.roofline import Work, training_work
 from vit.extras.planner.speed import WITHIN, published_runs
 from vit.model import create_model
 from vit.system.gpus import Gpu, find_gpu
+from vit.system.meter import GIB
 from vit.training.plan import make_plan
 
 TABLE = Path(__file__).parent / "timm_vit_throughput.csv"

@@ -224,7 +224,7 @@ def test_an_unwritable_sheet_is_reported_before_any_prediction(tiny_run, odd_fil
 def test_a_sheet_without_the_report_is_rejected_before_any_prediction(
     tiny_run, odd_files, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(sys.modules, "vit.extras.report.model_plots", None)
+    monkeypatch.setitem(sys.modules, "vit.extras.report.model_figures", None)
     flags = ["--csv", tmp_path / "out.csv", "--sheet", tmp_path / "sheet.png"]
     image = odd_files / "a" / "alpha.png"
     with pytest.raises(ValueError, match=r"--sheet needs vit/extras/report.*, which is not inst"):

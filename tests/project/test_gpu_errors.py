@@ -18,6 +18,7 @@ from error_rows import Row, pattern_of, rows
 from processes import COMMANDS, REPOSITORY, TINY, call, environment, write_config
 
 from vit.config.io import load_config
+from vit.system.meter import GIB
 from vit.training.plan import make_plan
 
 ROWS = rows("GPUs")
@@ -123,7 +124,6 @@ class Place:
         The size may be a fraction. If it is 0, the simulated GPU has no memory. `spare_gib` is
         added to the memory.
         """
-        GIB = pytest.importorskip("vit.extras.planner.forecast").GIB
         RESERVED_GIB = pytest.importorskip("vit.extras.planner.forecast").RESERVED_GIB
         USABLE_SHARE = pytest.importorskip("vit.extras.planner.forecast").USABLE_SHARE
         step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory

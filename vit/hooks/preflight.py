@@ -24,6 +24,7 @@ from vit.distributed.process_group import World, local_world_size
 from vit.hooks.needs import WORKER_BYTES, DiskNeeds, Load, host_memory
 from vit.run_folder import SAMPLES_FOLDER
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
+from vit.system.meter import GIB, MIB, size_text
 from vit.training.plan import Plan
 from vit.training.run_data import Notes
 
@@ -42,8 +43,6 @@ SAVED = (
 """Patterns of saved files that the run later replaces or removes."""
 MISSING_BYTES = 2**28
 """If the first batches need more than this many uncached bytes, a log line explains the wait."""
-MIB = 2**20
-GIB = 2**30
 
 
 def preflight(
@@ -218,11 +217,6 @@ def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "r
     }
     line = f"disk: {parts} at most in {folder}, {size_text(free_bytes)} free"
     return Notes(record=numbers, lines=(line,))
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a number of bytes as text."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 # --- the cache of remote shards -------------------------------------------------------------------

@@ -7,8 +7,6 @@ cats/2.jpg,0 bytes,,,,
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from vit.inference.inputs import Place
 from vit.inference.predict import Predictions
-from vit.system.files import replacing, report_write_errors
+from vit.system.files import csv_writer
 from vit.system.redact import escape_to_one_line
 
 BAR_CELLS = 20
@@ -36,16 +34,11 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
     The file gets its name only when the block ends, so a killed command leaves no file that looks
     complete. Raises ValueError if the file cannot be written.
     """
-    with report_write_errors(path, "--csv "), replacing(path) as file:
-        # File names may be invalid UTF-8, so write their original bytes.
-        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-        writer = csv.writer(text, lineterminator="\n")
+    with csv_writer(path, "--csv ", "\n") as writer:
         ranks = range(1, num_classes + 1)
         columns = [f"{kind}_{rank}" for rank in ranks for kind in ("class", "probability")]
         writer.writerow(["file", "problem", *columns])
         yield writer
-        text.flush()
-        text.detach()
 
 
 def write_rows(

@@ -296,13 +296,16 @@ def provenance() -> dict[str, str]:
     }
 
 
-def code_sha256() -> str:
-    """Return a short hash of the Python files that compute a step: all of `vit` but the extras."""
+def code_sha256(skipped: tuple[str, ...] = ("extras", "launch")) -> str:
+    """Return a short hash of the Python files in `vit`, without the folders in `skipped`.
+
+    By default, it covers the files that compute a step.
+    """
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
-        if name.parts[0] not in ("extras", "launch"):
+        if name.parts[0] not in skipped:
             digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -142,19 +142,27 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
     return problems
 
 
+def image_size(args: argparse.Namespace) -> int | list[int] | None:
+    """Return the value of --image-size: a side, or height and width."""
+    size = args.image_size
+    return size[0] if size and len(size) == 1 else size
+
+
 def model_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings changed by the flags of `add_model_flags`: dotted key -> value."""
-    size = args.image_size
-    if size and len(size) == 1:
-        size = size[0]
-    settings = {"model.image_size": size, "train.precision": args.precision}
+    settings = {"model.image_size": image_size(args), "train.precision": args.precision}
     if args.precision in ("fp32", "fp16"):
         settings["train.residual_dtype"] = "fp32"  # bf16 needs train.precision=bf16
     return settings
 
 
-def add_run_words(parser: argparse.ArgumentParser) -> None:
-    """Add the positional arguments that `run_and_settings` splits: a run folder and settings."""
+def parse_run_words(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse a run folder or URL (`run`, or None) and settings (`overrides`) beside the flags.
+
+    Raises ValueError for more than one folder.
+    """
     parser.add_argument(
         "words",
         nargs="*",
@@ -162,15 +170,10 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
         help="run folder (default: the newest run under runs/), and settings that differ from the"
         " run's, such as data.root=ELSEWHERE",
     )
-
-
-def run_and_settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split `words` into a run folder or URL (or None) and settings (section.key=value).
-
-    Raises ValueError for more than one folder.
-    """
-    settings = [word for word in words if re.match(r"[a-z]+\.\w+=", word)]
-    folders = [word for word in words if word not in settings]
+    args = parser.parse_intermixed_args(arguments)
+    args.overrides = [word for word in args.words if re.match(r"[a-z]+\.\w+=", word)]
+    folders = [word for word in args.words if word not in args.overrides]
     if len(folders) > 1:
         raise ValueError(f"{' '.join(folders)}: give one run folder")
-    return (folders[0] if folders else None), settings
+    args.run = folders[0] if folders else None
+    return args

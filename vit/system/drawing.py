@@ -94,7 +94,11 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
     written.
     """
     form = picture_format(picture)
-    with report_style():
+    import matplotlib.style
+
+    style = STYLE | {"font.family": _fonts()}
+    # "default" replaces the user's matplotlib settings.
+    with matplotlib.style.context(["default", style]), _missing_letters_once():
         from matplotlib.figure import Figure
 
         figure = Figure((WIDTH_IN, height_in), **options)
@@ -114,25 +118,13 @@ def picture_format(picture: Path) -> str:
     return form
 
 
-@contextmanager
-def report_style() -> Iterator[None]:
-    """Apply `STYLE` on top of matplotlib's defaults, and ignore the user's matplotlib settings."""
-    import matplotlib.style
-
-    fonts = [FONT, *_installed(OTHER_LETTERS)]
-    with (
-        matplotlib.style.context(["default", STYLE | {"font.family": fonts}]),
-        _missing_letters_once(),
-    ):
-        yield
-
-
 @lru_cache
-def _installed(fonts: tuple[str, ...]) -> list[str]:
+def _fonts() -> list[str]:
+    """Return `FONT` and the installed fonts among `OTHER_LETTERS`."""
     from matplotlib.font_manager import fontManager
 
     present = {font.name for font in fontManager.ttflist}
-    return [name for name in fonts if name in present]
+    return [FONT, *(name for name in OTHER_LETTERS if name in present)]
 
 
 @contextmanager
@@ -260,8 +252,7 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    fonts = [FONT, *_installed(OTHER_LETTERS)]
-    font = FontProperties(family=fonts, size=size, weight=weight)
+    font = FontProperties(family=_fonts(), size=size, weight=weight)
     num_letters = len(text)
     short = text
     with _missing_letters_once():

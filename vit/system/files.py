@@ -6,10 +6,12 @@ therefore sees either the old file or the new one.
 
 from __future__ import annotations
 
+import csv
 import errno
 import fcntl
 import glob
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -186,6 +188,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             # Write errors ("No space left on device") do not name the file.
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def csv_writer(path: Path, flag: str = "", line_end: str = "\r\n") -> Iterator[Any]:
+    """Yield a writer for a CSV file that replaces `path` after the block, unless the block raises.
+
+    flag: see `report_write_errors`, whose ValueError is raised if the file cannot be written.
+    """
+    with report_write_errors(path, flag), replacing(path) as file:
+        # surrogateescape preserves the original bytes of names that are not UTF-8.
+        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        yield csv.writer(text, lineterminator=line_end)
+        text.flush()
+        text.detach()
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Show the progress of a task as a live line in a terminal, or as a line every 10 s in a log."""
+"""Show the progress of a task as a live line in a terminal, or as a line every 10 s in a log.
+
+Durations, sizes, rates and other numbers are formatted here as well.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 LOG_EVERY_S = 10.0
+MIB = 2**20
+GIB = 2**30
 
 
 def duration(seconds: float) -> str:
@@ -108,3 +113,15 @@ def digits(value: float) -> str:
     if value >= 0.1:
         return f"{value:.{1 if value >= 10 else 2}f}"
     return f"{value:.2g}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes as text."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """Format a rate with three significant digits."""
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{bytes_per_s / 1e6:.3g} MB/s"

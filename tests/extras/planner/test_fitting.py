@@ -12,9 +12,10 @@ from vit.config.io import from_dict
 from vit.config.schema import Config
 from vit.distributed.exit import out_of_memory
 from vit.extras.planner.fitting import gpu_of, naming_what_fits, what_to_lower
-from vit.extras.planner.forecast import GIB, RESERVED_GIB, USABLE_SHARE
+from vit.extras.planner.forecast import RESERVED_GIB, USABLE_SHARE
 from vit.extras.planner.memory import step_memory
 from vit.system.gpus import GPUS
+from vit.system.meter import GIB
 from vit.training.plan import make_plan
 
 BATCH = "Lower data.micro_batch_size (64 now) to a size that divides a rank's batch of 64: 32, 16,"

@@ -21,7 +21,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from timm.utils.attention_extract import AttentionExtract
 from torch import nn
 
-from vit.extras.report import model_plots
+from vit.extras.report import model_figures
 from vit.extras.report.attention import attention_maps, attention_rollout, even_reading, rollouts
 from vit.extras.report.confusion import (
     confusion_matrix,
@@ -252,7 +252,7 @@ def test_the_attention_picture_shows_the_attended_region(tmp_path, channels):
     def draw(predictions: list[int], names: list[str]) -> np.ndarray:
         arguments = (black, relevance, [3, 7], predictions, [0.5, 0.25])
         return pixels(
-            model_plots.plot_attention(*arguments, names, tmp_path / "new" / "folder" / "a.png")
+            model_figures.plot_attention(*arguments, names, tmp_path / "new" / "folder" / "a.png")
         )
 
     right = draw([3, 7], NAMES)
@@ -278,7 +278,9 @@ def test_the_attention_picture_shows_the_attended_region(tmp_path, channels):
 )
 def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, tiles):
     shown = pixels(
-        model_plots.plot_position_similarity(torch.eye(grid[0] * grid[1]), grid, tmp_path / "p.png")
+        model_figures.plot_position_similarity(
+            torch.eye(grid[0] * grid[1]), grid, tmp_path / "p.png"
+        )
     )
     violet, yellow = (
         places(shown, tuple(255 * np.array(colormaps["viridis"](x)[:3]))) for x in (0.0, 1.0)
@@ -406,12 +408,12 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     inputs = torch.cat((inputs, 100 * torch.ones(1, channels, 24, 48)))
     targets = torch.eye(1000)[[0, 1, 2]]
     shown = pixels(
-        model_plots.plot_augmented(inputs, targets, mean, std, NAMES, tmp_path / "a.png")
+        model_figures.plot_augmented(inputs, targets, mean, std, NAMES, tmp_path / "a.png")
     )
     for color in (colors * 255).tolist():
         assert places(shown, tuple(color * (3 // channels))).sum() > 10_000
     mixed = pixels(
-        model_plots.plot_augmented(
+        model_figures.plot_augmented(
             inputs, targets.roll(1, 0).lerp(targets, 0.72), mean, std, NAMES, tmp_path / "m.png"
         )
     )

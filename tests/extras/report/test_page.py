@@ -26,7 +26,7 @@ from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
-from vit.extras.report import facts, model_plots
+from vit.extras.report import facts, model_figures
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.page import make_report, write_page
 from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
@@ -247,7 +247,7 @@ def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatc
     run_dir, _ = finished
     seen = {}
     monkeypatch.setattr(
-        model_plots,
+        model_figures,
         "plot_augmented",
         lambda inputs, targets, **rest: seen.update(inputs=inputs, targets=targets),
     )

@@ -15,16 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config.schema import Config
 from vit.extras.planner.memory import drop_memory, step_memory
 from vit.model import create_model
 from vit.system.device_memory import LiveBytes
-from vit.training.model_summary import count_parameters, print_shapes
+from vit.system.meter import MIB
+from vit.training.model_summary import count_parameters, flops_by_operator, print_shapes
 from vit.training.plan import Plan
 
-MIB = 2**20
 FROM_IMAGES = 64
 """The smallest batch size for which activations always determine the peak memory of a step. With
 smaller batches, the optimizer's update may determine the peak."""
@@ -67,13 +66,9 @@ def layer_costs(model: Any) -> list[LayerCost]:
         return module.register_forward_hook(note)
 
     handles = [watch(name, module) for name, module in stages.items()]
-    images = torch.empty(1, model.in_chans, *model.image_size, device="meta")
-    model.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(images)
+    counts = flops_by_operator(model, None, None)
     for handle in handles:
         handle.remove()
-    counts = counter.get_flop_counts()
     prefix = type(model).__name__
     rows = [
         LayerCost(name, "parameter", str(tuple(parameter.shape)), parameter.numel(), 0)
@@ -82,7 +77,7 @@ def layer_costs(model: Any) -> list[LayerCost]:
     for name in [*order, *(name for name in stages if name not in order)]:
         module = stages[name]
         number = sum(parameter.numel() for parameter in module.parameters())
-        flops = sum(counts.get(f"{prefix}.{name}", {}).values())
+        flops = int(sum(counts.get(f"{prefix}.{name}", {}).values()))
         if number or flops:
             rows.append(LayerCost(name, type(module).__name__, shapes.get(name, ""), number, flops))
     return rows
@@ -178,3 +173,7 @@ def print_costs(config: Config, num_classes: int) -> None:
         f" {needs.training / MIB:,.0f} MiB with micro-batches of one image; each image adds"
         f" {needs.per_image / MIB:,.1f} MiB to a large one (see launch/plan.py for a given GPU)"
     )
+
+
+PRINTERS = {"shapes": print_network, "summary": print_costs}
+"""The functions of `launch/visualize.py`, by command."""

@@ -18,9 +18,10 @@ from vit.data.augment.draw import mixes
 from vit.data.order import divisors
 from vit.distributed.exit import out_of_memory
 from vit.evaluation import evaluate
-from vit.extras.planner.forecast import GIB, largest_micro_batch, usable_bytes
+from vit.extras.planner.forecast import largest_micro_batch, usable_bytes
 from vit.extras.planner.memory import step_memory
 from vit.system.gpus import Gpu, find_device
+from vit.system.meter import GIB
 from vit.training.plan import Plan
 
 

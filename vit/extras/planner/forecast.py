@@ -29,6 +29,7 @@ from vit.extras.planner.speed import RESULTS, EndToEnd, Speed, choose_speed, end
 from vit.hooks.needs import DiskNeeds, HostMemory, Load, disk_needs, host_memory
 from vit.system.files import ShardError
 from vit.system.gpus import Gpu
+from vit.system.meter import GIB
 from vit.training.freeze import create_trained_model
 from vit.training.mfu import train_flops_per_image
 from vit.training.plan import Plan, create_order, make_plan, micro_batch_sizes
@@ -49,7 +50,6 @@ SHARD_BYTES_PER_IMAGE = 122_000
 IMAGENET_VAL_IMAGES = 50_000
 GPUS_PER_HOST = 8
 """The assumed number of GPUs per host, between which the network is not a limit."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vit.extras.report.attention import rollouts
 from vit.extras.report.example_images import Samples
-from vit.extras.report.model_plots import overlaid
+from vit.extras.report.model_figures import overlaid
 from vit.inference.predictor import Trained
 from vit.system.drawing import SMALL_PT, Cell, cell_width_in, display_name, plot_cells, shorten
 from vit.training.metrics import PairedDifference, paired_difference

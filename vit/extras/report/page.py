@@ -149,18 +149,17 @@ def page_template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Callable[..., Any]] = {
-        "count": lambda value: _number(value, ",.0f"),
-        "fixed": lambda value, digits=2: _number(value, f",.{digits}f"),
-        "short": lambda value: _number(value, ".4g"),
-        "exact": _exact,
-        "interval": lambda result: format_interval(result["correct_top1"], result["num_images"]),
-        "range95": _range95,
-        "duration": lambda seconds: "–" if seconds is None else duration(seconds),
-        "moment": _moment,
-        "code": _code,
-    }
-    environment.filters |= filters
+    environment.filters.update(
+        count=lambda value: _number(value, ",.0f"),
+        fixed=lambda value, digits=2: _number(value, f",.{digits}f"),
+        short=lambda value: _number(value, ".4g"),
+        exact=_exact,
+        interval=lambda result: format_interval(result["correct_top1"], result["num_images"]),
+        range95=_range95,
+        duration=lambda seconds: "–" if seconds is None else duration(seconds),
+        moment=_moment,
+        code=_code,
+    )
     return environment.get_template(name)
 
 

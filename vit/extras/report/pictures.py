@@ -24,7 +24,7 @@ from vit.data.augment.draw import mixes
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import divisors
-from vit.extras.report import model_figures, model_plots
+from vit.extras.report import model_figures
 from vit.extras.report.attention import check_rollout, rollouts
 from vit.extras.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.extras.report.curves import plot_curves, plot_norms
@@ -154,7 +154,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     inputs, targets = source.augment(on_device.images, on_device.labels, batch.table)
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
     names = source.class_names[: source.num_classes]
-    model_plots.plot_augmented(
+    model_figures.plot_augmented(
         inputs[rows].cpu(),
         targets[rows].cpu(),
         mean=config.data.mean,
@@ -175,9 +175,9 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
     images = torch.stack([source.eval_image(sample) for sample in chosen])
-    relevance, logits = rollouts(model, source.augment.normalize(images.to(source.device)))
+    relevance, logits = rollouts(model, source.normalize(images))
     predicted = predicted_classes(logits)
-    model_plots.plot_attention(
+    model_figures.plot_attention(
         images,
         relevance,
         labels=labels[chosen].tolist(),

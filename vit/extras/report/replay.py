@@ -11,8 +11,6 @@ each row.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -47,7 +45,7 @@ from vit.system.drawing import (
     share_lines,
     shorten,
 )
-from vit.system.files import replacing, report_write_errors
+from vit.system.files import csv_writer
 
 ROWS_AT_ONCE = 64
 STORED_PX = 160
@@ -304,15 +302,10 @@ def _number(value: np.float16) -> float | None:
 def write_csv(replay: Replay, path: Path) -> Path:
     """Write a CSV line for each row of the step, and return `path`."""
     columns = [field.name for field in fields(ReplayedRow)]
-    with report_write_errors(path), replacing(path) as file:
-        # surrogateescape preserves the original bytes of names that are not UTF-8.
-        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        writer = csv.writer(text)
+    with csv_writer(path) as writer:
         writer.writerow(columns)
         for piece in replay.pieces():
             writer.writerows([getattr(row, name) for name in columns] for row in piece.rows)
-        text.flush()
-        text.detach()
     return path
 
 

@@ -22,8 +22,6 @@ from vit.data.image_format import ImageFormat
 from vit.distributed.process_group import World
 from vit.extras.planner.benchmark import step_time as steps
 from vit.extras.planner.benchmark.certificate import peak_text
-from vit.extras.planner.benchmark.loading import time_loading
-from vit.extras.planner.benchmark.step_time import OnStep, create_step, run_steps, time_step
 from vit.extras.planner.benchmark.subject import Subject, Wishes, device_name, look_at_subject
 from vit.extras.planner.benchmark.trace import write_trace
 from vit.extras.planner.fitting import gpu_of, naming_what_fits
@@ -32,13 +30,12 @@ from vit.extras.planner.memory import augmentation_bytes, step_memory
 from vit.layers.precision import precision_note
 from vit.step import TrainStep
 from vit.system import device_memory
-from vit.system.meter import Meter
+from vit.system.meter import GIB, Meter
 from vit.training.compiling import why_not_compiled
 from vit.training.freeze import create_trained_model
 from vit.training.mfu import Utilization, train_flops_per_image
 from vit.training.run_data import open_data
 
-GIB = 2**30
 SWEPT = 3
 """The number of additional micro-batch sizes that `--sweep` measures. Each needs compilation."""
 
@@ -139,7 +136,7 @@ def _create(subject: Subject, compiled: bool) -> TrainStep:
     mode = (subject.config.train.compile or True) if compiled else False
     config = with_settings(subject.config, {"train.compile": mode})
     try:
-        return create_step(config, subject.plan, subject.data.num_classes, subject.world)
+        return steps.create_step(config, subject.plan, subject.data.num_classes, subject.world)
     except torch.OutOfMemoryError as error:
         raise ValueError(f"{config.model.name}: {_too_large(subject)}") from error
 
@@ -242,10 +239,10 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
         if size % micro_batch_size == 0 or (size < micro_batch_size and not is_fixed)
     ]
     train_step.micro_batch_size = min(micro_batch_size, rows)
-    run_steps(train_step, subject.make_batches(rows, 1), 1)
+    steps.run_steps(train_step, subject.make_batches(rows, 1), 1)
     for larger in larger_sizes:
         train_step.micro_batch_size = min(micro_batch_size, rows)
-        [taken_s] = run_steps(train_step, subject.make_batches(rows, 1), 1)
+        [taken_s] = steps.run_steps(train_step, subject.make_batches(rows, 1), 1)
         # Rank 0 decides, because each rank measures a different time.
         next_s = subject.world.broadcast_from_main(partial(float, taken_s / rows * larger))
         if next_s > wishes.seconds / 2:
@@ -265,7 +262,7 @@ def _measure_row(
     device_memory.reset_peak(world.device)
     label = f"{config.model.name} {mode}, {rank_batch_size} images in micro-batches of"
     with _progress(subject, f"{label} {micro_batch_size}", rank_batch_size) as on_step:
-        times = time_step(
+        times = steps.time_step(
             train_step,
             batches,
             num_steps=subject.wishes.num_steps,
@@ -327,12 +324,11 @@ def _measure_loading(
         },
     )
     data = open_data(config, world)
-    with ExitStack() as stack:
-        alone = stack.enter_context(_progress(subject, "loader alone", row["rank_batch_size"]))
-        together = stack.enter_context(
-            _progress(subject, "loader and step", row["rank_batch_size"])
-        )
-        times = time_loading(
+    with (
+        _progress(subject, "loader alone", row["rank_batch_size"]) as alone,
+        _progress(subject, "loader and step", row["rank_batch_size"]) as together,
+    ):
+        times = steps.time_loading(
             config.loader,
             data,
             train_step,
@@ -347,7 +343,7 @@ def _measure_loading(
 
 
 @contextmanager
-def _progress(subject: Subject, label: str, num_rows: int) -> Iterator[OnStep]:
+def _progress(subject: Subject, label: str, num_rows: int) -> Iterator[steps.OnStep]:
     """Show a progress bar that counts images, once the total is known."""
     num_images = num_rows * subject.world.size
     with ExitStack() as stack:

@@ -1,8 +1,9 @@
-"""Measure the time of a training step and of its parts, and the largest micro-batch that fits.
+"""Measure the time of a training step, of its parts and of the loader, and the largest micro-batch
+that fits.
 
     config -> `create_step` -> the `TrainStep` of training -> `time_step`, `all_reduce_times`, ...
 
-Every function takes this step and batches from `vit.extras.planner.benchmark.synthetic`. Weights
+Every function takes this step and batches from `vit.extras.planner.benchmark.subject`. Weights
 are not reset between measurements, because their values do not affect the time. With torchrun, all
 ranks call the same functions, and rank 0 makes all decisions that depend on measured time.
 """
@@ -13,6 +14,7 @@ import itertools
 import statistics
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vit.config.schema import Config
+from vit.config.schema import Config, LoaderConfig
 from vit.create_step import create_train_step
 from vit.data.batches import Batch
+from vit.data.loader import Loader
 from vit.distributed.exit import out_of_memory
 from vit.distributed.process_group import REDUCED_AT_ONCE, World
 from vit.extras.compose import create_reduce_of
@@ -35,6 +38,7 @@ from vit.training.loss import create_loss
 from vit.training.objective import Objective
 from vit.training.plan import Plan
 from vit.training.reduce import DataParallel
+from vit.training.run_data import RunData
 from vit.training.step_result import StepPhase, StepResult
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
@@ -42,6 +46,8 @@ WARM_UP_STEPS = 2
 """The number of untimed steps. The first step allocates memory, loads kernels and compiles. The
 second step is used to estimate the step time."""
 LEAST_STEPS = 3
+ENDLESS = 10**6
+"""A number of batches larger than any measurement needs."""
 OnStep = Callable[[int, int], None]
 """A callback that receives the number of finished steps (starting at 0) and the total number."""
 
@@ -145,11 +151,12 @@ def run_steps(
     clock: PartClock | None = None,
 ) -> list[float]:
     """Run `num_steps` steps as in training, and return the duration of each step in seconds."""
-    on_gpu = train_step.world.device.type == "cuda"
+    # On a GPU, read each result one step late, as in training, so the GPU never waits for the host.
+    most_pending = 1 if train_step.world.device.type == "cuda" else 0
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
     on_step(0, num_steps)
     ends_s = [now_s(train_step.world.device)]
-    pending: StepResult | None = None
+    pending = deque[StepResult]()
 
     def finish(result: StepResult) -> None:
         result.read()
@@ -157,19 +164,13 @@ def run_steps(
         on_step(len(ends_s) - 1, num_steps)
 
     for step in range(num_steps):
-        result = train_step(next(stream), step)
+        pending.append(train_step(next(stream), step))
         if clock is not None:
             clock.mark(None)
-        # Read each result one step late, as in training, so the GPU never waits for the host.
-        if pending is not None:
-            finish(pending)
-            pending = None
-        if on_gpu:
-            pending = result
-        else:
-            finish(result)
-    if pending is not None:
-        finish(pending)
+        if len(pending) > most_pending:
+            finish(pending.popleft())
+    for result in pending:
+        finish(result)
     return [end - begin for begin, end in pairwise(ends_s)]
 
 
@@ -320,3 +321,78 @@ def fits_in_memory(
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
     return fits
+
+
+# --- the loader -----------------------------------------------------------------------------------
+
+
+def time_loading(
+    config: LoaderConfig,
+    data: RunData,
+    train_step: TrainStep,
+    *,
+    num_steps: int | None = None,
+    seconds: float = 10.0,
+    on_batch: OnStep = lambda done, total: None,
+    on_step: OnStep = lambda done, total: None,
+) -> dict[str, float]:
+    """Time the loader alone for `seconds`, and then together with the step, using new workers.
+
+    num_steps: the number of batches and steps. If given, `seconds` is ignored. Returns the images
+    per second of all ranks, for the loader alone (including augmentation on the device) and for the
+    loader with the step. Also returns the fraction of the time with the step that rank 0 spent
+    waiting for data.
+    """
+    world = train_step.world
+    with _loader(config, data, train_step) as loader:
+        alone = _time_alone(loader, world, num_steps, seconds, on_batch)
+    with _loader(config, data, train_step) as loader:
+        began_s = 0.0
+
+        def notice(done: int, total: int) -> None:
+            nonlocal began_s
+            if done == 0:
+                began_s = loader.stats.wait_s
+            on_step(done, total)
+
+        times = time_step(train_step, loader, num_steps=num_steps, seconds=seconds, on_step=notice)
+        waited_s = loader.stats.wait_s - began_s
+    return {
+        "num_workers": config.num_workers,
+        "loader_images_per_s": alone,
+        "together_images_per_s": times.num_steps * times.global_batch_size / times.total_s,
+        "data_wait_share": min(waited_s / times.total_s, 1.0),
+    }
+
+
+def _loader(config: LoaderConfig, data: RunData, train_step: TrainStep) -> Loader:
+    return Loader(
+        data.batches,
+        0,
+        ENDLESS,
+        num_workers=config.num_workers,
+        device=train_step.world.device,
+        stall_timeout_s=config.stall_timeout_s,
+        on_device=train_step.augment.change_batch,
+    )
+
+
+def _time_alone(
+    loader: Loader, world: World, num_batches: int | None, seconds: float, on_batch: OnStep
+) -> float:
+    """Read and discard batches, and return the images per second of all ranks."""
+    num_rows = len(next(loader).labels)  # not timed, because the workers are still starting
+    began_s = time.perf_counter()
+    for _ in range(LEAST_STEPS):
+        next(loader)
+    if num_batches is None:
+        fitting = int(seconds / (time.perf_counter() - began_s) * LEAST_STEPS)
+        num_batches = world.broadcast_from_main(lambda: max(fitting, LEAST_STEPS))
+    on_batch(0, num_batches)
+    world.barrier()
+    began_s = time.perf_counter()
+    for done in range(1, num_batches + 1):
+        next(loader)
+        on_batch(done, num_batches)
+    rate = num_batches * num_rows / (now_s(world.device) - began_s)
+    return float(world.sum_(torch.tensor(rate, device=world.device)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -28,12 +29,20 @@ def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -
     # Suppress the tracer's log lines about its start and about missing GPUs.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    labels = _Labels()
+    label = ExitStack()
+    """The label of the current part of a step."""
+
+    def mark(part: StepPhase | None) -> None:
+        label.close()
+        if part is not None:
+            label.enter_context(record_function(f"step: {part}"))
+
     before = train_step.mark
-    train_step.mark = labels.mark
+    train_step.mark = mark
     try:
         with profile(activities=activities) as profiler:
-            run_steps(train_step, batches, TRACED_STEPS, on_step=labels.on_step)
+            # Close the label of the last part of each step.
+            run_steps(train_step, batches, TRACED_STEPS, lambda done, total: label.close())
     finally:
         train_step.mark = before
     if not train_step.world.is_main:
@@ -45,22 +54,3 @@ def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -
         max_name_column_width=60,
     )
     (folder / OPERATORS_FILE).write_text(f"{TRACED_STEPS} steps\n{table}\n")
-
-
-class _Labels:
-    """The labels for the parts of a step in a trace."""
-
-    def __init__(self) -> None:
-        self._open: record_function | None = None
-
-    def mark(self, part: StepPhase | None) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-        if part is not None:
-            self._open = record_function(f"step: {part}")
-            self._open.__enter__()
-
-    def on_step(self, done: int, total: int) -> None:
-        """Close the label of the last part of a step."""
-        self.mark(None)

@@ -140,8 +140,8 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
         CheckStage("data", trial.open_data, trial.judge_data, is_joint=True, needs=("shards",)),
         CheckStage(
             "start",
-            partial(save_trial.look_at_checkpoint, trial),
-            save_trial.judge_checkpoint,
+            lambda: save_trial.look_at_checkpoint(trial) if world.is_main else None,
+            partial(judge_main, name="start"),
             needs=("data", "run folder"),
         ),
         CheckStage(
@@ -168,7 +168,7 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
         CheckStage(
             "checkpoint",
             partial(save_trial.try_checkpoint, trial),
-            save_trial.judge_write,
+            partial(judge_main, name="checkpoint"),
             is_joint=True,
             needs=("step", "run folder"),
         ),

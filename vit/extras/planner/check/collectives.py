@@ -22,6 +22,7 @@ from vit.distributed.host_differences import places
 from vit.distributed.process_group import REDUCED_AT_ONCE, World
 from vit.extras.planner.check.findings import Finding, Verdict
 from vit.system.device_memory import now_s
+from vit.system.meter import rate_text
 
 REPEATS = 3
 """The number of timed repeats, whose median is used. An untimed call opens the connections
@@ -208,10 +209,3 @@ def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterato
     if lines:
         verdict = Verdict.NOTE if notes else Verdict.OK
         yield Finding("pairs", verdict, "\n".join([*lines, *notes]))
-
-
-def rate_text(bytes_per_s: float) -> str:
-    """Format a rate with three significant digits."""
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.3g} GB/s"
-    return f"{bytes_per_s / 1e6:.3g} MB/s"

@@ -7,7 +7,6 @@ hosts within milliseconds, and one rank per host reads its clock.
 from __future__ import annotations
 
 import configparser
-import hashlib
 import importlib.util
 import netrc
 import os
@@ -20,7 +19,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import vit
 from vit.checkpoint.resume import settings_sha256
 from vit.config import io as config_io
 from vit.config.schema import Config, LogConfig
@@ -28,7 +26,7 @@ from vit.data.decode.images import decoder_name
 from vit.distributed.host_differences import differences, software
 from vit.distributed.process_group import RankLost, World
 from vit.extras.planner.check.findings import Finding, Verdict, few
-from vit.loggers.record import wandb_mode
+from vit.loggers.record import code_sha256, wandb_mode
 
 NUM_TIMES = 5
 """The number of clock readings on each host. The median difference is used."""
@@ -45,13 +43,9 @@ WANDB_URL = "https://api.wandb.ai"
 
 def own_software(config: Config) -> dict[str, str]:
     """Return the versions of this rank's software, and hashes of `vit` and of the config."""
-    code = hashlib.sha256()
-    folder = Path(vit.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        code.update(path.read_bytes())
     return {
         **software(),
-        "vit": code.hexdigest()[:12],
+        "vit": code_sha256(skipped=()),
         "config": settings_sha256(config_io.to_dict(config)),
         "JPEG decoder": decoder_name(),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,22 @@ from vit.checkpoint.snapshot import Snapshot
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.config.schema import CheckpointConfig
-from vit.extras.planner.check.collectives import rate_text
-from vit.extras.planner.check.findings import Finding, Verdict
+from vit.extras.planner.check.findings import Verdict
 from vit.extras.planner.check.storage import passing_folder
 from vit.extras.planner.check.trial import Trial
-from vit.hooks.preflight import check_disk, size_text
+from vit.hooks.preflight import check_disk
 from vit.layers.parts import grid_size
 from vit.system.by_name import load
+from vit.system.meter import rate_text, size_text
 from vit.system.urls import is_url
 
 
-def look_at_checkpoint(trial: Trial) -> list[str] | None:
-    """Return lines about disk space and the step from which the run would resume.
+def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
+    """Return the step from which the run would resume, and the disk space, each with a verdict.
 
-    Returns None except on rank 0. Raises ValueError if the run cannot be resumed. A damaged
-    checkpoint is left unchanged.
+    Only rank 0 calls this. Raises ValueError if the run cannot be resumed. A damaged checkpoint is
+    left unchanged.
     """
-    if not trial.world.is_main:
-        return None
     place = trial.config.run.dir
     is_away = is_url(place)
     # For a run at a URL, only the metadata of each checkpoint is read.
@@ -55,19 +52,16 @@ def look_at_checkpoint(trial: Trial) -> list[str] | None:
     keep_last = trial.config.checkpoint.keep_last
     if newest is None or newest[1]["step"] < trial.data.plan.total_steps:
         lines += check_disk(trial.disk, trial.run_dir, keep_last).lines
-    return lines
+    return [(Verdict.OK, line) for line in lines]
 
 
-def judge_checkpoint(lines: dict[int, list[str] | None]) -> Iterator[Finding]:
-    """Yield the lines of `look_at_checkpoint`."""
-    yield Finding("start", Verdict.OK, "\n".join(lines[0] or []))
+def try_checkpoint(trial: Trial) -> list[tuple[str, str]] | None:
+    """Write a test checkpoint, verify it, load it on all ranks, and remove it.
 
-
-def try_checkpoint(trial: Trial) -> dict[str, float] | None:
-    """Write a test checkpoint, verify it, load it on all ranks, and remove it."""
+    Returns a verdict with its text on rank 0, and None on all other ranks.
+    """
     world = trial.world
     tensors = checkpoints.named_tensors(trial.step)
-    written: dict[str, float] = {}
     if not world.is_main:
         with world.fail_together():
             pass
@@ -80,11 +74,17 @@ def try_checkpoint(trial: Trial) -> dict[str, float] | None:
             began_s = time.perf_counter()
             checkpoints.check_room(place, 0, num_bytes)
             folder = _write(trial, place, tensors)
-            written["write_s"] = time.perf_counter() - began_s
+            write_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
             checkpoints.read_info(folder, verify=True)
         checkpoints.load_checkpoint(folder, trial.step)
-        return {**written, "read_s": time.perf_counter() - began_s, "bytes": float(num_bytes)}
+        read_s = time.perf_counter() - began_s
+    text = (
+        f"{size_text(num_bytes)} written in {write_s:.3g} s"
+        f" ({rate_text(num_bytes / write_s)}), read back in {read_s:.3g} s"
+        f" ({rate_text(num_bytes / read_s)}), loaded on all ranks, removed"
+    )
+    return [(Verdict.OK, text)]
 
 
 def _write(trial: Trial, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -101,18 +101,3 @@ def _write(trial: Trial, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
     finally:
         snapshot.close()
     return folder
-
-
-def judge_write(times: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
-    """Yield a finding on the checkpoint. times: maps ranks to results of `try_checkpoint`."""
-    main_times = times[0]
-    assert main_times is not None, "rank 0 wrote the checkpoint"
-    num_bytes = main_times["bytes"]
-    write_s = main_times["write_s"]
-    read_s = main_times["read_s"]
-    text = (
-        f"{size_text(round(num_bytes))} written in {write_s:.3g} s"
-        f" ({rate_text(num_bytes / write_s)}), read back in {read_s:.3g} s"
-        f" ({rate_text(num_bytes / read_s)}), loaded on all ranks, removed"
-    )
-    yield Finding("checkpoint", Verdict.OK, text)

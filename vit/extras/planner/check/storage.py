@@ -17,16 +17,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vit.config.schema import Config
+from vit.config.schema import Config, SourceConfig
 from vit.data.shards.data_set import check_shards
 from vit.data.shards.split_slice import parse_name
 from vit.distributed.process_group import World
-from vit.extras.planner.check.collectives import rate_text
 from vit.extras.planner.check.findings import Finding, Verdict, few
 from vit.run_folder import is_in_use
 from vit.system.files import ShardError, flush, locked_folder, remove_leftovers
 from vit.system.host import file_system, is_shared
-from vit.system.meter import digits
+from vit.system.meter import GIB, digits, rate_text
 from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
@@ -37,7 +36,6 @@ READ_AT_ONCE = 8
 READ_BATCHES = 8
 TEST_BYTES = 2**20
 """The number of bytes written when a folder is tested."""
-GIB = 2**30
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -55,9 +53,9 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
     places = [(data.root, data.val_split)]
     if config.stream.urls is None:
         places += [
-            (source.root or data.root, source.split or data.train_split) for source in data.sources
+            (source.root or data.root, source.split or data.train_split)
+            for source in data.sources or (SourceConfig(),)
         ]
-        places += [] if data.sources else [(data.root, data.train_split)]
     places += config.eval.further_places(data.root, data.val_split)
     number = num_bytes = 0
     problems: list[str] = []

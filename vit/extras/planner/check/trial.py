@@ -33,7 +33,7 @@ from vit.step import TrainStep
 from vit.system.device_memory import now_s, reset_peak
 from vit.system.device_memory import peak_bytes as measured_peak_bytes
 from vit.system.host import free_memory_bytes
-from vit.system.meter import digits
+from vit.system.meter import GIB, digits
 from vit.training.freeze import create_trained_model
 from vit.training.model_summary import count_parameters
 from vit.training.run_data import RunData, open_data
@@ -44,7 +44,6 @@ step is timed."""
 LITTLE_MEMORY = 0.03
 """The fraction of GPU memory that should stay free. With less, fragmentation can cause an
 out-of-memory error."""
-GIB = 2**30
 
 
 class _Enough(Exception):

@@ -14,8 +14,6 @@ loss and the margin are computed from the mixed input.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,12 +27,18 @@ from vit.data.augment.table import LAMBDA, table_layout
 from vit.extras.report.source import ReportSource
 from vit.extras.report.training_images.doubles import Duplicates, NearDoubles
 from vit.hooks.sample_losses import epoch_files, read_epoch
-from vit.system.files import replacing, report_write_errors
+from vit.system.files import csv_writer, replacing, report_write_errors
 
 MAX_CURVE_VALUES = 2**28
 """The maximum number of margins in memory (512 MiB). For longer runs, only the margins of every
 n-th epoch are kept."""
 LARGEST = float(np.finfo(np.float16).max)
+COLUMNS = (
+    *("key", "shard", "label", "class_name", "mean_margin", "mean_loss", "epochs_seen"),
+    *("first_right_epoch", "times_forgotten", "same_bytes_as"),
+    *("near_to", "near_cosine", "near_split"),
+)
+"""The columns of the table of all images."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,8 @@ class SampleCurves:
     """The last epoch in which each image was classified correctly, or 0 if never, (N,)."""
     times_forgotten: NDArray[np.int64]
     """The number of times each image was classified incorrectly after being correct, (N,)."""
-    curve_epochs: list[int]
-    """The C epochs whose margins are in `margins`."""
     margins: NDArray[np.float16]
-    """The margin of each image in each of `curve_epochs`, (C, N)."""
+    """The margin of each image in C epochs, (C, N). With many epochs, only every n-th is kept."""
 
     @property
     def never_learnt(self) -> NDArray[np.bool_]:
@@ -125,7 +127,6 @@ def read_curves(
         first_right=first_right,
         last_right=last_right,
         times_forgotten=times_forgotten,
-        curve_epochs=list(files)[::every],
         margins=np.stack(margins),
     )
 
@@ -197,12 +198,8 @@ def write_table(
         for first, second, cosine in reversed(near.pairs):
             near_to[first] = (split.key(second), cosine, split.name)
             near_to[second] = (split.key(first), cosine, split.name)
-    columns = ("key", "shard", "label", "class_name", "mean_margin", "mean_loss", "epochs_seen")
-    with report_write_errors(path), replacing(path) as file:
-        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        writer = csv.writer(text)
-        more = ("first_right_epoch", "times_forgotten", "same_bytes_as")
-        writer.writerow([*columns, *more, "near_to", "near_cosine", "near_split"])
+    with csv_writer(path) as writer:
+        writer.writerow(COLUMNS)
         for sample in curves.suspects.tolist():
             twin = twin_of.get(sample)
             near_key, cosine, near_split = near_to.get(sample, ("", 0.0, ""))
@@ -223,8 +220,6 @@ def write_table(
                     near_split,
                 ]
             )
-        text.flush()
-        text.detach()
     return path
 
 

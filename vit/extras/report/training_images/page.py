@@ -59,13 +59,15 @@ def write_samples_page(
     often = often[curves.times_forgotten[often] > 0][:num_images]
     doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
     evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
-    chosen = [*suspicious.tolist(), *never.tolist(), *often.tolist(), *chain(*doubles), *evaluated]
     looked_for_near = near is not None
     near = near or NearDoubles([], [])
     pairs = near.pairs[:num_images]
     val_pairs = near.also_evaluated[:num_images]
-    chosen += chain(*((first, second) for first, second, _ in pairs))
-    chosen += [train for train, _, _ in val_pairs]
+    chosen = [
+        *chain(suspicious.tolist(), never.tolist(), often.tolist(), *doubles, evaluated),
+        *chain(*((first, second) for first, second, _ in pairs)),
+        *(train for train, _, _ in val_pairs),
+    ]
     train = source.train_set.split
     predictions, why_silent = _predict(source, train, list(dict.fromkeys(chosen)))
     show = {n: _shown(source, train, n, pair, curves) for n, pair in predictions.items()}
@@ -111,8 +113,7 @@ def _predict(
         for start in range(0, len(samples), AT_ONCE):
             part = samples[start : start + AT_ONCE]
             images = torch.stack([source.eval_image(sample, split) for sample in part])
-            inputs = source.augment.normalize(images.to(source.device))
-            shares, classes = source.model(inputs).float().softmax(1).max(1)
+            shares, classes = source.model(source.normalize(images)).float().softmax(1).max(1)
             for sample, share, label in zip(part, shares.tolist(), classes.tolist(), strict=True):
                 predictions[sample] = (label, share)
     except ValueError as error:  # The weights do not exist yet, or an image cannot be decoded.
