@@ -9,14 +9,7 @@ import pytest
 import torch
 from timm.scheduler import create_scheduler_v2
 
-from vit.extras.recipes.rates import (
-    after_warmup,
-    distance,
-    our_rate,
-    timm_cosine,
-    timm_step,
-    torchvision_cosine,
-)
+from vit.extras.recipes.rates import after_warmup, distance, our_rate, timm_cosine, timm_step
 
 
 def optimizer(lr):
@@ -67,9 +60,10 @@ def test_our_formula_for_timms_step_schedule_equals_timms():
     scheduler, _ = create_scheduler_v2(
         group, "step", 30, decay_epochs=2.4, decay_rate=0.97, warmup_epochs=3, warmup_lr=1e-6
     )
-    rate = timm_step(0.016, 2.4, 0.97, warmup_epochs=3, warmup_lr=1e-6)
     for epoch in range(30):
-        assert rate(epoch) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
+        if epoch >= 3:
+            ours = timm_step(0.016, epoch, 2.4, 0.97)
+            assert ours == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
         scheduler.step(epoch + 1)
 
 
@@ -86,8 +80,14 @@ def test_our_formula_for_torchvisions_rate_equals_torchs(linear):
     )
     cosine = kinds.CosineAnnealingLR(group, T_max=24, eta_min=1e-3)
     scheduler = kinds.SequentialLR(group, [first, cosine], milestones=[6])
-    rate = torchvision_cosine(
-        0.5, 30, warmup_epochs=6, warmup_factor=0.033, min_lr=1e-3, linear=linear
+    rate = after_warmup(
+        0.5,
+        30,
+        warmup_epochs=6,
+        warmup_lr=0.5 * 0.033,
+        min_lr=1e-3,
+        warmup_changes="each epoch" if linear else "never",
+        per_epoch=True,
     )
     for epoch in range(30):
         assert rate(epoch + 0.9) == pytest.approx(group.param_groups[0]["lr"], rel=1e-9)

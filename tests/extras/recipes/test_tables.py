@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from vit.extras.recipes import deit, deit3_jax, mae, timm_train, torchvision_references
+from vit.config.hints import all_keys
+from vit.extras.recipes import (
+    big_vision,
+    deit,
+    deit3_jax,
+    mae,
+    mmpretrain,
+    timm_train,
+    torchvision_references,
+)
 from vit.extras.recipes.arguments import make_table, read_mapping, read_words
 from vit.extras.recipes.timm_table import OLDER_DEFAULTS
 
@@ -99,6 +108,13 @@ def test_a_table_has_the_types_of_the_programs_parser(program):
         kind = source.get("type", "str")
         many = "s" if source.get("nargs") not in (None, "?") else ""
         assert argument.type == KINDS[kind.rpartition(".")[2]] + many, argument.name
+
+
+@pytest.mark.parametrize("module", [big_vision, mmpretrain])
+def test_each_key_of_a_config_has_a_function_or_a_rule(module):
+    for argument in module.RULES:
+        if argument.name not in module.HANDLERS and argument.rule[0] not in "-{":
+            assert set(argument.rule.strip("[]?").split(", ")) <= set(all_keys()), argument.name
 
 
 def test_commands_are_parsed_as_by_argparse():

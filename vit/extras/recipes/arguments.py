@@ -1,9 +1,24 @@
 """Describe the arguments of another project's script as a table, and parse its command lines.
 
-A table row is `flags   type   default   our setting`, separated by two or more spaces. The first
-long flag names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more),
-`on` (sets true), `off:NAME` (sets NAME false), `pairs` (key=value words) and `word` (not a flag).
-The default `-` is None.
+A table row is `flags   type   default   rule`, separated by two or more spaces. The first long flag
+names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one or more), `on` (sets
+true), `off:NAME` (sets NAME false), `pairs` (key=value words), `word` (not a flag) and `required`
+(a config must have this key). The default `-` is None.
+
+The rule states how the argument is mapped (`vit.extras.recipes.reading.Reading.follow`):
+
+    train.epochs             equals this setting, or several, separated by commas
+    [model.drop_path_rate]   equals this setting, which is set unless the value is 0, "" or None
+    ?train.seed              equals this setting, which is set unless the value is None
+    {gap: {model.global_pool: avg}, else: the pooling {}}     equals the settings for its value, in
+                             YAML; a text names what is missing, and may contain the value
+    off: vertical flips      supported only if it is off; the text names the missing feature
+    inert: --sched is off    no effect in the source program, for this reason
+    evaluates: --eval        an error, because the script then only evaluates
+    -                        supported with any value, without a setting
+    other text               mapped by a function; the text is for readers
+
+If a function maps an argument, its rule is only for readers.
 
 A second table lists the arguments for paths, logging, devices and speed, which are not part of a
 recipe. Abbreviated flags, such as `--batch 256` for `--batch-size 256`, are accepted, because
@@ -26,6 +41,16 @@ from vit.config.hints import all_keys, from_other_name
 
 _ONE: dict[str, type[int | float | str]] = {"int": int, "float": float, "str": str}
 _MANY = {f"{name}s": kind for name, kind in _ONE.items()}
+_TYPES = _ONE | _MANY
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "word": {"nargs": "?"},
+    "on": {"action": "store_true"},
+    "off": {"action": "store_false"},
+    "pairs": {"nargs": "*"},
+    **{name: {} for name in _ONE},
+    **{name: {"nargs": "+"} for name in _MANY},
+}
+"""Maps the types of arguments to options of argparse."""
 _IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
@@ -35,8 +60,8 @@ class Argument(NamedTuple):
     flags: tuple[str, ...]
     type: str
     default: Any
-    meaning: str
-    """The matching setting of this project, or a short explanation."""
+    rule: str
+    """The rule that maps the argument, or a short explanation if a function maps it."""
     in_recipe: bool
     """False for paths, logging and devices, which are not part of the recipe."""
 
@@ -90,21 +115,18 @@ def _argument(line: str, in_recipe: bool) -> Argument:
     cells = re.split(r"\s{2,}", line.strip(), maxsplit=3)
     assert len(cells) >= 3, f"a line of a table has flags, a type and a default: {line!r}"
     flags, kind, default, *rest = cells
-    meaning = rest[0] if rest else ""
     value: Any = None if default == "-" else yaml.safe_load(default)
-    if kind == "float" and value is not None:
-        value = float(value)  # YAML parses 5e-4 as text
-    elif kind == "floats" and value is not None:
-        value = [float(number) for number in value]
-    elif kind == "str" and value is not None:
-        value = str(value)
-    elif kind == "on":
+    if kind == "on":
         value = bool(value)
     elif kind.startswith("off:"):
         value = True
     elif kind == "pairs":
         value = {}
-    return Argument(tuple(flags.split()), kind, value, meaning, in_recipe)
+    elif value is not None and kind in _ONE:
+        value = _ONE[kind](value)  # YAML parses 5e-4 as text
+    elif value is not None:
+        value = [_MANY[kind](item) for item in value]
+    return Argument(tuple(flags.split()), kind, value, rest[0] if rest else "", in_recipe)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,23 +145,17 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
     parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
     problems: list[str] = []
     for argument in table.arguments:
-        name = argument.name
-        if argument.type == "word":
-            parser.add_argument(name, nargs="?")
-        elif argument.type == "on":
-            parser.add_argument(*argument.flags, dest=name, action="store_true")
-        elif argument.type.startswith("off:"):
-            parser.add_argument(*argument.flags, dest=name, action="store_false")
-        elif argument.type == "pairs":
-            parser.add_argument(*argument.flags, dest=name, nargs="*")
-        else:
-            value_type = (_ONE | _MANY)[argument.type]
-            kind = partial(_value, value_type, table.flag_of(name), problems)
+        kind = argument.type.partition(":")[0]
+        options = dict(_OPTIONS[kind])
+        if kind in _TYPES:
+            options["type"] = partial(_value, _TYPES[kind], table.flag_of(argument.name), problems)
+        if kind in _ONE and not argument.in_recipe:
             # Only flags that are not part of a recipe, such as timm's --torchcompile, take an
             # optional value.
-            alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
-            number = {"nargs": "+"} if argument.type in _MANY else alone
-            parser.add_argument(*argument.flags, dest=name, type=kind, **number)
+            options |= {"nargs": "?", "const": ""}
+        if kind != "word":
+            options["dest"] = argument.name
+        parser.add_argument(*argument.flags, **options)
     try:
         parsed, unknown = parser.parse_known_args(list(tokens))
     except ValueError as error:  # a flag without its value, or an ambiguous abbreviation

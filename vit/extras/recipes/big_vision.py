@@ -10,17 +10,19 @@ and few-shot probes are skipped.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
+from vit.extras.recipes.arguments import make_table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
-from vit.extras.recipes.rates import IMAGENET, after_warmup, map_rate, with_effect
-from vit.extras.recipes.reading import ConfigReading, Reading, crop_pct_for
+from vit.extras.recipes.python_config import PythonConfig
+from vit.extras.recipes.rates import after_warmup, map_schedule
+from vit.extras.recipes.reading import Handler, Reading, crop_pct_for, reading_of
 from vit.extras.recipes.timm_common import map_initial_weights, map_precision, not_available
+from vit.layers.presets import PRESETS
 
 SOURCE = "google-research/big_vision@0127fb6b"
 _PLACES = re.compile(
@@ -30,7 +32,39 @@ _PLACES = re.compile(
 """Keys for paths, logging and speed, which are not part of the recipe."""
 _NAMES = {"Ti": "ti", "S": "s", "B": "b", "L": "l", "H": "h", "So400m": "so400m", "G": "G"}
 _PERCENT = re.compile(r"train\[(\d+%)?:(\d+%)?\]")
-_CROPS = ("inception_crop", "decode_jpeg_and_inception_crop")
+RULES = make_table(
+    "big_vision",
+    SOURCE,
+    """
+input.batch_size               required  -  data.global_batch_size
+total_steps                    int    -     train.steps, or train.epochs
+input.data.split               str    train   data.train_split
+input.shuffle_buffer_size      int    -     order of the samples
+seed                           int    0     train.seed
+model_name model.variant       str    -     model.name
+model.pool_type                str    gap   {tok: {model.no_embed_class: true},\
+ gap: {model.class_token: false, model.global_pool: avg},\
+ map: {model.class_token: false, model.global_pool: map},\
+ else: "the pooling {}: replaced by the class token"}
+model.posemb                   str    learn   model.pos_embed
+model.rep_size                 int    -     model.representation_size
+model.dropout                  float  0.0   [model.pos_drop_rate, model.proj_drop_rate]
+init_head_bias                 float  -     ?model.init_head_bias
+model_init                     str    -     init.checkpoint, init.reset_head
+input.pp                       str    -     augment
+evals.val.pp_fn                str    -     eval
+mixup.p                        float  0.0   augment.mixup_alpha
+mixup.fold_in mixup.n          str    -     -
+loss                           str    sigmoid_xent  {softmax_xent: {},\
+ sigmoid_xent: {loss.name: bce, loss.bce_sum: true}, else: "the loss {}: replaced by cross-entropy"}
+lr                             float  -     optim.lr
+grad_clip_norm                 float  -     optim.clip_grad_norm
+wd                             float  -     optim.weight_decay
+schedule.warmup_steps          int    0     schedule
+""",
+    "",
+).arguments
+"""The keys of a config that are mapped, in this order."""
 
 
 def is_config(text: str) -> bool:
@@ -56,27 +90,22 @@ def read_command(command: Command) -> Reading:
 def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
     """Map a config. argument: the text after the colon. overrides: dotted keys and values."""
     file = PythonConfig(text, "the config", {"bvcc.parse_arg": _parse_arg})
-    takes_argument = bool(file.names["get_config"].node.args.args)
-    config = file.call("get_config", *([argument] if takes_argument else []))
+    config = file.call("get_config", argument)
     for key, value in overrides:
         *sections, name = key.split(".")
         section = config
         for part in sections:
             section = section.setdefault(part, {})
         section[name] = yaml.safe_load(value)
-    leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
-    model = leaves.get("model_name", "vit")
+    source = f"{SOURCE}:big_vision/train.py"
+    reading = reading_of(config, "big_vision's trainer", source, _PLACES)
+    model = reading.get("model_name", "vit")
     if model != "vit":
         raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is supported")
-    arguments = tuple(Argument((key,), "str", None, "", not _PLACES.match(key)) for key in leaves)
-    table = Table("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
-    reading = ConfigReading(table, ParsedArguments(Leaves(leaves), frozenset(leaves)))
-    _map_length(reading)
-    _map_model(reading)
-    _map_images(reading)
-    _map_mixing(reading)
-    _map_optimizer(reading)
-    _map_rest(reading)
+    reading.follow(RULES, HANDLERS)
+    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
+    map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
+    reading.refuse_rest("config.")
     reading.finish()
     return reading
 
@@ -97,17 +126,16 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
     return values
 
 
-def _map_length(reading: ConfigReading) -> None:
-    batch = reading.args["input.batch_size"]
-    reading.same("input.batch_size", {"data.global_batch_size": batch})
+def _map_length(reading: Reading) -> None:
     if steps := reading.get("total_steps"):
         reading.same("total_steps", {"train.steps": steps})
-    else:
-        epochs = reading.args["total_epochs"]
-        text = (
-            f"big_vision rounds {epochs} epochs to steps; this project drops the last partial batch"
-        )
-        reading.differs("total_epochs", text, {"train.epochs": epochs})
+        return
+    epochs = reading.args["total_epochs"]
+    text = f"big_vision rounds {epochs} epochs to steps; this project drops the last partial batch"
+    reading.differs("total_epochs", text, {"train.epochs": epochs})
+
+
+def _map_split(reading: Reading) -> None:
     split = reading.get("input.data.split", "train")
     if split == "train":
         reading.same(reading.remaining("input.data.split"))
@@ -117,14 +145,16 @@ def _map_length(reading: ConfigReading) -> None:
     else:
         text = f"training on {split}: write these images as a split, and set data.train_split to it"
         reading.cannot("input.data.split", text)
-    if "input.shuffle_buffer_size" in reading.args:
-        size = reading.args["input.shuffle_buffer_size"]
+
+
+def _map_shuffling(reading: Reading) -> None:
+    size = reading.get("input.shuffle_buffer_size")
+    if size is not None:
         text = f"big_vision shuffles in a buffer of {size:,}, this project over all data"
         reading.differs("input.shuffle_buffer_size", text)
-    reading.same(reading.remaining("seed"), {"train.seed": reading.get("seed", 0)})
 
 
-def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
+def _parts(reading: Reading, split: str) -> dict[str, Any]:
     """Return the settings for the part of a split used for training and for the held-out part.
 
     `evals.*` are skipped, except `minival`, which is held out from training.
@@ -136,47 +166,33 @@ def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
     return settings
 
 
-def _map_model(reading: ConfigReading) -> None:
+def _map_model(reading: Reading) -> None:
     variant = reading.args["model.variant"]
     size, _, patch = variant.partition("/")
     if size not in _NAMES or not patch:
         raise ValueError(f"config.model.variant = {variant!r}: expected a value such as B/16")
     names = reading.remaining("model_name model.variant")
     reading.same(names, {"model.name": f"vit_{_NAMES[size]}{patch}"})
-    pool = reading.get("model.pool_type", "gap")
-    settings: dict[str, Any] = {"model.class_token": False, "model.global_pool": "avg"}
-    if pool == "map":
-        settings["model.global_pool"] = "map"
-    elif pool == "tok":
-        settings = {"model.no_embed_class": True}
-    if pool in ("gap", "tok", "map"):
-        reading.same(reading.remaining("model.pool_type"), settings)
-    else:
-        reading.cannot("model.pool_type", f"the pooling {pool}: replaced by the class token")
-    positions = reading.get("model.posemb", "learn")
-    reading.same(reading.remaining("model.posemb"), {"model.pos_embed": positions})
+
+
+def _map_head(reading: Reading) -> None:
+    """Map `rep_size`, where True selects the width of the model."""
     width = reading.get("model.rep_size", False)
     if width is True:
-        widths = {"ti": 192, "s": 384, "b": 768, "l": 1024, "h": 1280, "so400m": 1152, "G": 1664}
-        width = widths[_NAMES[size]]
-    reading.same(
-        reading.remaining("model.rep_size"), {"model.representation_size": width} if width else {}
-    )
-    rate = reading.get("model.dropout", 0.0)
-    drops = {"model.pos_drop_rate": rate, "model.proj_drop_rate": rate}
-    reading.same(reading.remaining("model.dropout"), drops if rate else {})
-    bias = reading.get("init_head_bias")
-    reading.same(
-        reading.remaining("init_head_bias"), {} if bias is None else {"model.init_head_bias": bias}
-    )
+        size = reading.args["model.variant"].partition("/")[0]
+        width = PRESETS[_NAMES[size]]["embed_dim"]
+    names = reading.remaining("model.rep_size")
+    reading.same(names, {"model.representation_size": width} if width else {})
+
+
+def _map_start(reading: Reading) -> None:
     start = reading.get("model_init")
-    if start is None:
-        reading.same(reading.remaining("model_init"))
-    else:
+    if start is not None:
         text = f"weights of big_vision's {start}: set init.checkpoint to the .npz file"
         reading.differs("model_init", text, {"init.checkpoint": f"{start.replace('/', '_')}.npz"})
     parts = list(reading.get("model_load.dont_load", ()))
     resets = {"init.reset_head": True} if any("head/" in part for part in parts) else {}
+    reading.same(reading.remaining("model_init"))
     reading.same(reading.remaining("model_load.dont_load"), resets)
 
 
@@ -189,34 +205,37 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     return operations
 
 
-def _map_images(reading: ConfigReading) -> None:
-    """Convert the preprocessing for training and for the evaluation set `val`."""
+def _map_images(reading: Reading) -> None:
+    """Convert the preprocessing for training."""
     settings: dict[str, Any] = {"data.interpolation": "bilinear"}
     unknown = []
     flips = False
     for name, values in _operations(reading.args["input.pp"]):
-        if name in _CROPS:
-            low, high = values[1:3] + [5, 100][len(values[1:3]) :]
-            settings["model.image_size"] = values[0]
-            settings["augment.crop_scale"] = [low / 100, high / 100]
-        elif name == "flip_lr":
-            flips = True
-        elif name == "randaug":
-            settings |= {
-                "augment.randaugment_layers": values[0],
-                "augment.randaugment_ops": "big_vision",
-                "augment.randaugment_magnitude": float(values[1]),
-            }
-        elif name == "value_range":
-            half = [0.5, 0.5, 0.5]
-            settings |= {"data.mean": half, "data.std": half}
-            if values != [-1, 1]:
-                unknown.append(f"value_range({values})")
-        elif name == "random_crop":
-            settings["model.image_size"] = values[0]
-            unknown.append("a random crop of a resized image")
-        elif name not in ("decode", "onehot", "keep", "resize_small", "resize"):
-            unknown.append(name)
+        match name:
+            case "inception_crop" | "decode_jpeg_and_inception_crop":
+                low, high = values[1:3] + [5, 100][len(values[1:3]) :]
+                settings["model.image_size"] = values[0]
+                settings["augment.crop_scale"] = [low / 100, high / 100]
+            case "flip_lr":
+                flips = True
+            case "randaug":
+                settings |= {
+                    "augment.randaugment_layers": values[0],
+                    "augment.randaugment_ops": "big_vision",
+                    "augment.randaugment_magnitude": float(values[1]),
+                }
+            case "value_range":
+                half = [0.5, 0.5, 0.5]
+                settings |= {"data.mean": half, "data.std": half}
+                if values != [-1, 1]:
+                    unknown.append(f"value_range({values})")
+            case "random_crop":
+                settings["model.image_size"] = values[0]
+                unknown.append("a random crop of a resized image")
+            case "decode" | "onehot" | "keep" | "resize_small" | "resize":
+                pass
+            case _:
+                unknown.append(name)
     if not flips:
         settings["augment.hflip_prob"] = 0.0
     if unknown:
@@ -225,6 +244,10 @@ def _map_images(reading: ConfigReading) -> None:
     else:
         text = "big_vision resizes bilinearly without antialiasing, this project with antialiasing"
         reading.differs("input.pp", text, settings)
+
+
+def _map_evaluation(reading: Reading) -> None:
+    """Convert the preprocessing for the evaluation set `val`."""
     view = reading.get("evals.val.pp_fn", "")
     if match := re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view):
         crop_pct = crop_pct_for(int(match[2]), int(match[1]))
@@ -235,29 +258,20 @@ def _map_images(reading: ConfigReading) -> None:
         reading.differs("evals.val.pp_fn", text, {"eval.crop_pct": crop_pct})
 
 
-def _map_mixing(reading: ConfigReading) -> None:
-    alpha = reading.get("mixup.p", 0.0) or 0.0
+def _map_mixing(reading: Reading) -> None:
+    alpha = reading.get("mixup.p") or 0.0
     reading.same(reading.remaining("mixup.p"), {"augment.mixup_alpha": alpha})
-    reading.same(reading.remaining("mixup.fold_in mixup.n"))
     if alpha:
         text = (
             "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
             " with its neighbour; this project draws one for each augment.mix_group_size images"
         )
         reading.differs("", text)
-    loss = reading.get("loss", "sigmoid_xent")
-    if loss == "softmax_xent":
-        reading.same(reading.remaining("loss"))
-    elif loss == "sigmoid_xent":
-        reading.same(reading.remaining("loss"), {"loss.name": "bce", "loss.bce_sum": True})
-    else:
-        reading.cannot(reading.remaining("loss"), f"the loss {loss}: replaced by cross-entropy")
 
 
-def _map_optimizer(reading: ConfigReading) -> None:
-    lr = reading.args["lr"]
+def _map_optimizer(reading: Reading) -> None:
+    reading.same("lr", {"optim.lr": reading.args["lr"]})
     name = reading.get("optax_name", "scale_by_adam")
-    reading.same("lr", {"optim.lr": lr})
     names = reading.remaining("optax_name")
     if name == "scale_by_adam":
         betas = [reading.get("optax.b1", 0.9), reading.get("optax.b2", 0.999)]
@@ -271,7 +285,7 @@ def _map_optimizer(reading: ConfigReading) -> None:
         momentum = reading.get("optax.momentum", 0.9)
         text = "big_vision stores the momentum in bf16, this project in fp32"
         sgd = {"optim.name": "sgd", "optim.momentum": momentum}
-        reading.differs(f"{names} {reading.remaining('optax.momentum')}".strip(), text, sgd)
+        reading.differs(reading.remaining("optax_name optax.momentum"), text, sgd)
     elif name == "big_vision.scale_by_adafactor":
         reading.same(names, {"optim.name": "adafactorbv"})
         if reading.get("optax.decay_rate") == 0.8:  # this project has no other
@@ -281,42 +295,45 @@ def _map_optimizer(reading: ConfigReading) -> None:
             reading.same(path, {f"optim.{key}": reading.args[path]} if path else {})
     else:
         raise not_available(f"config.optax_name {name}")
-    clip = {"optim.clip_grad_norm": reading.get("grad_clip_norm")}
-    reading.same(reading.remaining("grad_clip_norm"), clip)
+
+
+def _map_decay(reading: Reading) -> None:
+    lr = reading.args["lr"]
     decay = reading.get("wd") or 0.0
     ours: dict[str, Any] = {"optim.weight_decay": decay / lr}
     if decay:
         ours["optim.no_weight_decay"] = "not_kernels"
     reading.same(reading.remaining("wd"), ours, f"{decay:g} / {lr:g}" if decay else "")
-    _map_schedule(reading, lr)
 
 
-def _map_schedule(reading: ConfigReading, lr: float) -> None:
-    mapped = reading.settings
-    per_epoch = max(IMAGENET // max(mapped["data.global_batch_size"], 1), 1)
-    steps = mapped.get("train.steps") or round(mapped["train.epochs"] * per_epoch)
-    warmup = reading.get("schedule.warmup_steps", 0)
+def _map_schedule(reading: Reading) -> None:
     kind = reading.get("schedule.decay_type", "stair")
-    settings: dict[str, Any] = {"schedule.name": "cosine", "schedule.warmup_steps": warmup}
-    settings["schedule.warmup_lr"] = 0.0
-    names = reading.remaining("schedule.warmup_steps schedule.decay_type")
-    if kind == "linear":
-        settings["schedule.name"] = "linear"
-    elif kind != "cosine":
-        reading.cannot(names, f"the schedule {kind}: replaced by a cosine", with_effect(settings))
-        return
-    theirs = after_warmup(
-        lr, steps / per_epoch, warmup_epochs=warmup / per_epoch, linear=kind == "linear"
+    is_linear = kind == "linear"
+    settings = {
+        "schedule.name": "linear" if is_linear else "cosine",
+        "schedule.warmup_steps": reading.get("schedule.warmup_steps", 0),
+        "schedule.warmup_lr": 0.0,
+    }
+    map_schedule(
+        reading,
+        reading.remaining("schedule.warmup_steps schedule.decay_type"),
+        settings,
+        partial(after_warmup, linear=is_linear),
+        kind="cosine" if is_linear else kind,
     )
-    map_rate(reading, names, theirs, settings, "")
 
 
-def _map_rest(reading: ConfigReading) -> None:
-    """Record unknown keys, and the behavior of big_vision that no key controls."""
-    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
-    map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
-    accounted = {name for finding in reading.findings for name in finding.theirs}
-    for argument in reading.table.arguments:
-        name = argument.name
-        if argument.in_recipe and name not in accounted:
-            reading.cannot(name, f"config.{name} = {reading.args[name]!r} is not supported")
+HANDLERS: dict[str, Handler] = {
+    "total_steps": _map_length,
+    "input.data.split": _map_split,
+    "input.shuffle_buffer_size": _map_shuffling,
+    "model_name": _map_model,
+    "model.rep_size": _map_head,
+    "model_init": _map_start,
+    "input.pp": _map_images,
+    "evals.val.pp_fn": _map_evaluation,
+    "mixup.p": _map_mixing,
+    "lr": _map_optimizer,
+    "wd": _map_decay,
+    "schedule.warmup_steps": _map_schedule,
+}

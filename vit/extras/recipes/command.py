@@ -7,23 +7,15 @@ launcher: torchrun, srun, mpirun, deepspeed, accelerate, or a shell script of ti
 
 from __future__ import annotations
 
-import ast
 import itertools
 import math
-import operator
 import re
 import shlex
 import unicodedata
-from collections.abc import Callable
 from typing import NamedTuple
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # the shell uses integer division
-    ast.Mod: operator.mod,
-}
+from vit.extras.recipes.python_config import PythonConfig
+
 _BEHIND_COMMAND = re.compile(r"\|(?!\|)|&$|\d*>|&>|<")
 _TYPESET = re.compile(
     "^[\u2010-\u2015\u2212]"  # dashes for -- and -
@@ -135,17 +127,14 @@ def _check_signs(tokens: list[str]) -> None:
 
 
 def _compute(text: str) -> int:
-    def value(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
-        raise ValueError
-
+    """Evaluate the text inside `$((...))`. The shell uses integer division."""
     try:
-        return value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        raise ValueError(f"$(({text})): expected integers with + - * / %") from None
+        value = PythonConfig(f"value = ({text.replace('/', '//')})", "").names["value"]
+    except ValueError:
+        value = None
+    if type(value) is not int:
+        raise ValueError(f"$(({text})): expected integers with + - * / %")
+    return value
 
 
 def _find_script(tokens: list[str], line: str) -> Command:

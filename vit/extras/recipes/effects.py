@@ -78,27 +78,51 @@ _TEXTS = {
     "data.std": "a different normalisation of images; pretrained weights need their own",
     "train.exact_over_ranks": "sums and random numbers are independent of the number of ranks",
     "augment.mix_group_size": "the number of images that share one draw of MixUp and CutMix",
+    "model.weight_init": "initial weights from a different distribution",
+    "eval.reference": "the published curve in plots of evaluations",
+    "eval.every_epochs": "frequency and speed of evaluations",
+    "eval.every_steps": "frequency and speed of evaluations",
+    "eval.batch_size": "frequency and speed of evaluations",
 }
-_ORDER = ("order.num_lanes", "order.block_samples", "train.seed", "train.exact_over_ranks")
-_HARMLESS = (
-    "train.precision",
-    "train.residual_dtype",
-    "train.reduce_dtype",
-    "train.compile",
-    "train.deterministic",
-    "log.sample_losses",
-)
-_IMAGES = (
-    "data.mean",
-    "data.std",
-    "data.interpolation",
-    "schedule.image_sizes",
-    "data.sources",
-    "loader.on_bad_image",
-    *(f"data.{name}" for name in Selection.model_fields),
-)
-"""The settings that change the training images. A resumed run may change some of these settings,
-because the samples are compared instead."""
+_KINDS = {
+    "order.num_lanes": "order",
+    "order.block_samples": "order",
+    "train.seed": "order",
+    "train.exact_over_ranks": "order",
+    # A resumed run may change some of these, because the samples are compared instead.
+    "data.mean": "images",
+    "data.std": "images",
+    "data.interpolation": "images",
+    "schedule.image_sizes": "images",
+    "data.sources": "images",
+    "loader.on_bad_image": "images",
+    **{f"data.{name}": "images" for name in Selection.model_fields},
+    "train.precision": "harmless",
+    "train.residual_dtype": "harmless",
+    "train.reduce_dtype": "harmless",
+    "train.compile": "harmless",
+    "train.deterministic": "harmless",
+    "log.sample_losses": "harmless",
+    "eval.reference": "harmless",
+    "eval.every_epochs": "harmless",
+    "eval.every_steps": "harmless",
+    "eval.batch_size": "harmless",
+    "model.weight_init": "start",
+}
+"""The kinds of settings that do not have the kind of their section."""
+_KINDS_BY_SECTION = {
+    "model": "network",
+    "optim": "optimization",
+    "schedule": "optimization",
+    "loss": "optimization",
+    "distill": "optimization",
+    "train": "optimization",
+    "guard": "optimization",
+    "augment": "images",
+    "data": "images",
+    "eval": "evaluation",
+    "init": "start",
+}
 
 
 class Effect(NamedTuple):
@@ -114,35 +138,10 @@ def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
     """Return the effect of changing the setting `key`. values: both values, if known."""
     section = key.partition(".")[0]
     assert section in Config.model_fields, f"the config has no section {section}"
-    text = _TEXTS.get(key, "")
     ablated = _ABLATED.get(key, values)
     if key in KNOWN and (not values or any(value in ablated for value in values)):
         return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
-    if key in _ORDER:
-        return Effect("order", text)
-    if key in _IMAGES:
-        return Effect("images", text)
-    if key in _HARMLESS or (may_change(key) and section not in ("eval", "data", "guard")):
-        return Effect("harmless", text)
-    if section == "data" and may_change(key) and key not in ("data.val_split", "data.root"):
-        return Effect("harmless", text)
-    kinds = {
-        "model": "network",
-        "optim": "optimization",
-        "schedule": "optimization",
-        "loss": "optimization",
-        "distill": "optimization",
-        "train": "optimization",
-        "guard": "optimization",
-        "augment": "images",
-        "data": "images",
-        "eval": "evaluation",
-        "init": "start",
-    }
-    if key == "model.weight_init":
-        return Effect("start", "initial weights from a different distribution")
-    if key == "eval.reference":
-        return Effect("harmless", "the published curve in plots of evaluations")
-    if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
-        return Effect("harmless", "frequency and speed of evaluations")
-    return Effect(kinds.get(section, "harmless"), text)
+    is_place = key in ("data.val_split", "data.root")
+    harmless = may_change(key) and section not in ("eval", "guard") and not is_place
+    section_kind = "harmless" if harmless else _KINDS_BY_SECTION.get(section, "harmless")
+    return Effect(_KINDS.get(key, section_kind), _TEXTS.get(key, ""))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from vit.config.base import Section
-from vit.config.hints import sections
+from vit.config.hints import all_keys, sections
 from vit.config.io import from_dict
 from vit.config.schema import Config
 from vit.extras.recipes import (
@@ -30,7 +29,8 @@ from vit.extras.recipes import (
 )
 from vit.extras.recipes.arguments import ParsedArguments, Table, read_mapping, read_words
 from vit.extras.recipes.command import Command, split_command
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Handler, Reading
+from vit.extras.recipes.timm_common import optimizer_fields
 
 DATA_ROOT = "data/imagenet"
 """The `data.root` of an imported config. The original data path cannot be used, because it contains
@@ -62,13 +62,23 @@ _NOT_READ = {
     ),
 }
 """Maps patterns for unsupported commands to their name and the most similar supported script."""
-_Read = Callable[[Table, ParsedArguments, int | None, bool], Reading]
-_READERS: dict[str, _Read] = {
-    "deit": deit.read,
-    "timm": timm_train.read,
-    "torchvision": torchvision_references.read,
-    "mae": mae.read,
-    "deit3_jax": deit3_jax.read,
+
+
+class _Program(NamedTuple):
+    """A program whose commands are imported by following its tables of arguments."""
+
+    handlers: Mapping[str, Handler]
+    """The functions for arguments whose rule in the table is not enough."""
+    finish: Handler
+    """A function that records what no argument controls."""
+
+
+_PROGRAMS = {
+    "deit": _Program(deit.HANDLERS, deit.finish),
+    "timm": _Program(timm_train.HANDLERS, timm_train.note_old_defaults),
+    "torchvision": _Program(torchvision_references.HANDLERS, torchvision_references.finish),
+    "mae": _Program(mae.HANDLERS, mae.finish),
+    "deit3_jax": _Program(deit3_jax.HANDLERS, deit3_jax.finish),
 }
 
 
@@ -109,7 +119,8 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     if reading is None:
         name = " ".join(text.split())
         reading = _read_command(split_command(text), program, num_gpus)
-    return Imported(reading, name, _ordered({"data.root": DATA_ROOT, **reading.settings}))
+    settings = {"data.root": DATA_ROOT, **reading.settings}
+    return Imported(reading, name, {key: settings[key] for key in all_keys() if key in settings})
 
 
 def _file(source: str) -> Path | None:
@@ -132,28 +143,13 @@ def nested(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def is_default(key: str, value: Any, optimizer: str) -> bool:
     """Return whether `value` is the default of `key`. optimizer: the value of `optim.name`."""
     section, _, name = key.partition(".")
-    for kind in sections()[section]:
-        if section == "optim" and optimizer not in _names_of(kind):
-            continue
-        if name in kind.model_fields:
-            default = kind.model_fields[name].default
-            return bool(value == (list(default) if isinstance(default, tuple) else default))
-    return False
-
-
-def _names_of(kind: type[Section]) -> tuple[Any, ...]:
-    """Return the names that select this section's class, such as ("adamw",)."""
-    return getattr(kind.model_fields["name"].annotation, "__args__", ())
-
-
-def _ordered(settings: dict[str, Any]) -> dict[str, Any]:
-    keys = [
-        f"{section}.{key}"
-        for section, kinds in sections().items()
-        for kind in kinds
-        for key in kind.model_fields
-    ]
-    return {key: settings[key] for key in dict.fromkeys(keys) if key in settings}
+    fields = sections()[section][0].model_fields
+    if section == "optim":
+        fields = optimizer_fields(optimizer)
+    if name not in fields:
+        return False
+    default = fields[name].default
+    return bool(value == (list(default) if isinstance(default, tuple) else default))
 
 
 def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading | None:
@@ -173,7 +169,7 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
             f"{path}: expected arguments of timm's train.py, such as `model: vit_base`"
         )
     arguments = read_mapping(timm_train.TABLE, values)
-    return timm_train.read(timm_train.TABLE, arguments, num_gpus, (num_gpus or 1) > 1)
+    return _read_arguments("timm", timm_train.TABLE, arguments, num_gpus, (num_gpus or 1) > 1)
 
 
 def _read_command(command: Command, program: str | None, num_gpus: int | None) -> Reading:
@@ -185,7 +181,31 @@ def _read_command(command: Command, program: str | None, num_gpus: int | None) -
     gpus = num_gpus or command.num_gpus()
     is_distributed = bool(command.launcher) or (gpus or 1) > 1
     table = _table(program, command)
-    return _READERS[program](table, read_words(table, command.words), gpus, is_distributed)
+    parsed = read_words(table, command.words)
+    return _read_arguments(program, table, parsed, gpus, is_distributed)
+
+
+def _read_arguments(
+    program: str, table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
+) -> Reading:
+    """Map the arguments of a command or a YAML file."""
+    args = parsed.values
+    for argument in table.arguments:
+        kind, _, option = argument.rule.partition(": ")
+        if kind == "evaluates" and args[argument.name]:
+            raise ValueError(
+                f"{option.format(program=table.program)} only evaluates: run"
+                " python launch/eval.py --checkpoint FILE --data SHARDS"
+            )
+    if "ngpus" in args:  # submitit starts the processes
+        num_gpus = num_gpus or args["ngpus"] * args["nodes"]
+        is_distributed = True
+    reading = Reading(table, parsed, num_gpus, is_distributed)
+    recipe = [argument for argument in table.arguments if argument.in_recipe]
+    reading.follow(recipe, _PROGRAMS[program].handlers)
+    _PROGRAMS[program].finish(reading)
+    reading.finish()
+    return reading
 
 
 def _table(program: str, command: Command) -> Table:

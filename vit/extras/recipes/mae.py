@@ -9,12 +9,13 @@ crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import partial
 
-from vit.extras.recipes.arguments import ParsedArguments, Table, make_table
+from vit.extras.recipes.arguments import Table, make_table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.rates import after_warmup, map_rate
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.deit import SUBMITIT_PLACES, SUBMITIT_RECIPE
+from vit.extras.recipes.rates import map_schedule
+from vit.extras.recipes.reading import Handler, Reading
 from vit.extras.recipes.timm_common import (
     local_file,
     map_batch,
@@ -26,38 +27,39 @@ from vit.extras.recipes.timm_common import (
     map_policy,
     map_precision,
 )
+from vit.layers.presets import SIZES
 
 _RECIPE = """
 --batch_size              int     64      per GPU; data.global_batch_size is the total
---epochs                  int     50      train.epochs
 --accum_iter              int     1       batches per step
+--epochs                  int     50      train.epochs
 --model                   str     vit_large_patch16   model.name
 --input_size              int     224     model.image_size
 --drop_path               float   0.1     model.drop_path_rate
---clip_grad               float   -       optim.clip_grad_norm
---weight_decay            float   0.05    optim.weight_decay
---lr                      float   -       optim.lr
---blr                     float   1e-3    optim.lr, for a batch of 256
---layer_decay             float   0.75    layer-wise rates
---min_lr                  float   1e-6    schedule.min_lr
---warmup_epochs           int     5       schedule.warmup_epochs
---color_jitter            float   -       augment.color_jitter
+--global_pool             on      true    {true: {model.global_pool: avg, model.class_token: true}}
+--cls_token               off:global_pool   -
+--nb_classes              int     1000    -
+--finetune                str     -       init.checkpoint
 --aa                      str     rand-m9-mstd0.5-inc1  augment.randaugment_layers and others
---smoothing               float   0.1     loss.label_smoothing
---reprob                  float   0.25    augment.erasing_prob
+--color_jitter            float   -       augment.color_jitter
+--reprob                  float   0.25    [augment.erasing_prob]
 --remode                  str     pixel   augment.erasing_mode
---recount                 int     1       number of erased boxes
---resplit                 on      -       -
+--recount                 int     1       {1: {}, else: "up to {} erased boxes: replaced by one"}
+--resplit                 on      -       off: no erasing in the first split of a batch
+--cutmix_minmax           floats  -       off: CutMix boxes with a side between two fractions
 --mixup                   float   0       augment.mixup_alpha
 --cutmix                  float   0       augment.cutmix_alpha
---cutmix_minmax           floats  -       -
+--smoothing               float   0.1     loss.label_smoothing
 --mixup_prob              float   1.0     augment.mix_prob
 --mixup_switch_prob       float   0.5     augment.cutmix_switch_prob
 --mixup_mode              str     batch   augment.mixup_mode
---finetune                str     -       init.checkpoint
---global_pool             on      true    model.global_pool
---cls_token               off:global_pool   -
---nb_classes              int     1000    follows from the data
+--lr                      float   -       optim.lr
+--blr                     float   1e-3    optim.lr, for a batch of 256
+--weight_decay            float   0.05    optim.weight_decay
+--clip_grad               float   -       optim.clip_grad_norm
+--layer_decay             float   0.75    optim.layer_decay
+--min_lr                  float   1e-6    schedule.min_lr
+--warmup_epochs           int     5       schedule.warmup_epochs
 --seed                    int     0       train.seed
 """
 _PLACES = """
@@ -67,7 +69,7 @@ _PLACES = """
 --device                  str     cuda
 --resume                  str     -
 --start_epoch             int     0
---eval                    on      -
+--eval                    on      -       evaluates: --eval
 --dist_eval               on      -
 --num_workers             int     10
 --pin_mem                 on      true
@@ -77,27 +79,15 @@ _PLACES = """
 --dist_on_itp             on      -
 --dist_url                str     env://
 """
-_SUBMITIT = """
---ngpus                   int     8       GPUs per node
---nodes                   int     2       nodes
-"""
-_SUBMITIT_PLACES = """
---timeout                 int     4320
---job_dir                 str     -
---partition               str     learnfair
---use_volta32             on      -
---comment                 str     -
-"""
 TABLE = make_table(
     "MAE's main_finetune.py", "facebookresearch/mae@efb2a806:main_finetune.py", _RECIPE, _PLACES
 )
 SUBMITIT = make_table(
     "MAE's submitit_finetune.py",
     "facebookresearch/mae@efb2a806:submitit_finetune.py",
-    _RECIPE + _SUBMITIT,
-    _PLACES + _SUBMITIT_PLACES,
+    SUBMITIT_RECIPE + _RECIPE,
+    _PLACES + SUBMITIT_PLACES.replace("2800", "4320"),
 )
-_NAMES = {"base": "b", "large": "l", "huge": "h"}
 
 
 def table_for(command: Command) -> Table:
@@ -105,78 +95,67 @@ def table_for(command: Command) -> Table:
     return SUBMITIT if "submitit" in command.script else TABLE
 
 
-def read(
-    table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
-) -> Reading:
-    """Map the arguments of MAE's fine-tuning script."""
-    reading = Reading(table, parsed)
-    args = reading.args
-    if args["eval"]:
-        raise ValueError(
-            "--eval only evaluates: run python launch/eval.py --checkpoint FILE --data SHARDS"
-        )
-    if table is SUBMITIT:
-        num_gpus = num_gpus or args["ngpus"] * args["nodes"]
-        reading.same("ngpus nodes")
-    batch = map_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
-    reading.same("epochs", {"train.epochs": args["epochs"]})
-    _map_model(reading)
-    map_policy(reading, "bicubic")
-    map_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
-    map_erasing(reading)
-    map_mixing(reading, args["batch_size"])
-    _map_optimizer(reading, batch)
-    reading.same("seed", {"train.seed": args["seed"]})
+def finish(reading: Reading) -> None:
+    """Record what no argument of MAE's fine-tuning script controls."""
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss")
     map_initial_weights(reading, "Xavier's everywhere, and a head of std 2e-5")
-    reading.finish()
-    return reading
 
 
 def _map_model(reading: Reading) -> None:
-    args = reading.args
-    match = re.fullmatch(r"vit_(base|large|huge)_patch(14|16)", args["model"])
+    name = reading.args["model"]
+    match = re.fullmatch(r"vit_(base|large|huge)_patch(14|16)", name)
     if not match:
         raise ValueError(
-            f"--model {args['model']}: expected vit_base_patch16, vit_large_patch16 or"
-            " vit_huge_patch14"
+            f"--model {name}: expected vit_base_patch16, vit_large_patch16 or vit_huge_patch14"
         )
-    reading.same("model", {"model.name": f"vit_{_NAMES[match[1]]}{match[2]}"})
-    size = args["input_size"]
+    reading.same("model", {"model.name": f"vit_{SIZES[match[1]]}{match[2]}"})
+
+
+def _map_image_size(reading: Reading) -> None:
+    size = reading.args["input_size"]
     view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
     reading.same("input_size", view)
-    reading.same("drop_path", {"model.drop_path_rate": args["drop_path"]})
-    pool: dict[str, Any] = {"model.global_pool": "avg", "model.class_token": True}
-    reading.same("global_pool", pool if args["global_pool"] else {})
-    reading.same("nb_classes")
-    if args["finetune"]:
-        file, note = local_file(args["finetune"])
-        reading.same("finetune", {"init.checkpoint": file, "init.reset_head": True}, note)
-    else:
-        reading.same("finetune")
 
 
-def _map_optimizer(reading: Reading, batch: int) -> None:
+def _map_start(reading: Reading) -> None:
+    file, note = local_file(reading.args["finetune"] or "")
+    start = {"init.checkpoint": file, "init.reset_head": True}
+    reading.same("finetune", start if file else {}, note)
+
+
+def _map_rate(reading: Reading) -> None:
     args = reading.args
     reading.same("", {"optim.name": "adamw"})
-    lr = args["lr"]
-    if lr is None:
-        lr = args["blr"] * batch / 256
-        reading.same("lr blr", {"optim.lr": lr}, f"{args['blr']:g} x {batch} / 256")
+    if args["lr"] is None:
+        batch = reading.settings["data.global_batch_size"]
+        lr = {"optim.lr": args["blr"] * batch / 256}
+        reading.same("lr blr", lr, f"{args['blr']:g} x {batch} / 256")
     else:
-        reading.same("lr", {"optim.lr": lr})
+        reading.same("lr", {"optim.lr": args["lr"]})
         reading.inert("blr", "--lr is stated")
-    reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"]})
-    reading.same("clip_grad", {"optim.clip_grad_norm": args["clip_grad"]})
-    map_layer_decay(reading, "layer_decay", args["layer_decay"], "beit")
+
+
+def _map_schedule(reading: Reading) -> None:
     settings = {
         "schedule.name": "cosine",
-        "schedule.warmup_epochs": args["warmup_epochs"],
+        "schedule.warmup_epochs": reading.args["warmup_epochs"],
         "schedule.warmup_lr": 0.0,
-        "schedule.min_lr": min(args["min_lr"], lr),
+        "schedule.min_lr": reading.args["min_lr"],
     }
-    theirs = after_warmup(
-        lr, args["epochs"], warmup_epochs=args["warmup_epochs"], min_lr=args["min_lr"]
-    )
-    map_rate(reading, "min_lr warmup_epochs", theirs, settings, "")
+    map_schedule(reading, "min_lr warmup_epochs", settings)
+
+
+HANDLERS: dict[str, Handler] = {
+    "batch_size": map_batch,
+    "model": _map_model,
+    "input_size": _map_image_size,
+    "finetune": _map_start,
+    "aa": partial(map_policy, interpolation="bicubic"),
+    "color_jitter": map_color_jitter,
+    "remode": map_erasing,
+    "mixup_prob": map_mixing,
+    "lr": _map_rate,
+    "layer_decay": partial(map_layer_decay, argument="layer_decay", form="beit"),
+    "min_lr": _map_schedule,
+}

@@ -10,20 +10,22 @@ weight decay. Without AMP, training uses fp32.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
+from vit.extras.recipes.arguments import make_table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import Leaves, Opaque, flattened, with_bases
-from vit.extras.recipes.rates import after_warmup, map_rate, with_effect
-from vit.extras.recipes.reading import ConfigReading, Reading, crop_pct_for
+from vit.extras.recipes.python_config import with_bases
+from vit.extras.recipes.rates import after_warmup, map_schedule
+from vit.extras.recipes.reading import Handler, Reading, crop_pct_for, reading_of
 from vit.extras.recipes.timm_common import (
     map_initial_weights,
     map_layer_decay,
     map_precision,
     not_available,
 )
+from vit.layers.presets import PRESETS
 
 SOURCE = "open-mmlab/mmpretrain@ee7f2e88"
 _PLACES = re.compile(
@@ -63,9 +65,43 @@ _CLIP = {
     "l14": "vit_large_patch14_clip_224",
     "h14": "vit_huge_patch14_clip_224",
 }
-_DEPTHS = {"ti": 12, "s": 12, "b": 12, "l": 24, "h": 32}
 _OF_DEIT3 = {"s": "s", "small": "s", "m": "b", "medium": "b"}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "SGD": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
+}
+"""The arguments of each optimizer, with torch's defaults."""
 _INITIAL = "model.init_cfg model.backbone.init_cfg model.head.init_cfg"
+RULES = make_table(
+    "MMPretrain",
+    SOURCE,
+    """
+model.backbone.arch                     str    -    model.name
+model.backbone.drop_path_rate           float  0.0  [model.drop_path_rate]
+model.backbone.drop_rate                float  0.0  [model.pos_drop_rate, model.proj_drop_rate]
+model.backbone.out_type model.backbone.final_norm  str  -  {avg_featmap: {model.global_pool: avg}}
+model.neck                              str    -    a module before the head
+model.head.hidden_dim                   int    -    [model.representation_size]
+model.backbone.init_cfg                 str    -    init.checkpoint
+model.backbone.frozen_stages            int    -1   init.freeze
+model.head.loss                         str    -    loss.label_smoothing
+data_preprocessor                       str    -    data.mean, data.std
+train_dataloader.dataset.pipeline       str    -    augment
+train_dataloader.sampler                str    -    order.aug_repeats
+val_dataloader.dataset.pipeline         str    -    eval
+model.train_cfg.augments                str    -    augment.mixup_alpha, augment.cutmix_alpha
+optim_wrapper.optimizer                 str    -    optim
+optim_wrapper.paramwise_cfg             str    -    optim.no_weight_decay, optim.layer_decay
+optim_wrapper.clip_grad.max_norm optim_wrapper.clip_grad  float  -  optim.clip_grad_norm
+train_cfg.max_epochs                    required  -  train.epochs
+train_cfg.val_interval                  int    1    eval.every_epochs
+param_scheduler                         str    -    schedule
+custom_hooks                            str    -    ema.decay
+randomness.seed                         int    -    ?train.seed
+""",
+    "",
+).arguments
+"""The keys of a config that are mapped, in this order."""
 
 
 def is_config(text: str) -> bool:
@@ -89,22 +125,17 @@ def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) 
     """Map a config. path: the config file, whose folder is used to find base configs. num_gpus:
     None if unknown."""
     config = with_bases(text, path)
-    leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
-    arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
-    table = Table("MMPretrain", f"{SOURCE}, its defaults", arguments)
-    reading = ConfigReading(table, ParsedArguments(Leaves(leaves), frozenset(leaves)))
-    _map_batch(reading, path, num_gpus)
-    _map_model(reading)
-    _map_images(reading)
-    _map_mixing(reading)
-    _map_optimizer(reading)
-    _map_schedule(reading)
-    _map_rest(reading, amp)
+    reading = reading_of(config, "MMPretrain", f"{SOURCE}, its defaults", _PLACES, num_gpus)
+    _map_batch(reading, path)
+    reading.follow(RULES, HANDLERS)
+    map_precision(reading, "fp16 with a scaled loss" if amp else "fp32")
+    reading.refuse_rest()
     reading.finish()
     return reading
 
 
-def _map_batch(reading: ConfigReading, path: Path | None, num_gpus: int | None) -> None:
+def _map_batch(reading: Reading, path: Path | None) -> None:
+    num_gpus = reading.num_gpus
     size = reading.args["train_dataloader.batch_size"]
     named = re.search(r"(\d+)xb(\d+)", path.stem) if path else None
     base = reading.get("auto_scale_lr.base_batch_size")
@@ -130,51 +161,28 @@ def _map_batch(reading: ConfigReading, path: Path | None, num_gpus: int | None) 
         reading.differs("", text)
 
 
-def _map_model(reading: ConfigReading) -> None:
+def _size(reading: Reading) -> str:
+    """Return this project's name for the size of the model, such as "b"."""
     backbone = reading.get("model.backbone.type", "VisionTransformer")
     if backbone not in _BACKBONES:
         raise ValueError(f"backbone {backbone}: expected one of {', '.join(_BACKBONES)}")
     arch = str(reading.args["model.backbone.arch"]).lower()
-    is_deit3 = backbone == "DeiT3"
-    size = _ARCHES.get(arch, _OF_DEIT3.get(arch, "") if is_deit3 else "")
-    if not size:
+    sizes = {**_OF_DEIT3, **_ARCHES} if backbone == "DeiT3" else _ARCHES
+    if arch not in sizes:
         raise ValueError(f"arch {arch!r}: expected one of {', '.join(_ARCHES)}")
-    patch = reading.get("model.backbone.patch_size", 16)
-    name: dict[str, Any] = {"model.name": f"vit_{size}{patch}"}
-    if is_deit3:
-        name |= {"model.init_values": 1e-4, "model.no_embed_class": True}
-    if arch in ("m", "medium"):
-        name |= {"model.embed_dim": 512, "model.num_heads": 8}
+    return sizes[arch]
+
+
+def _map_model(reading: Reading) -> None:
+    size = f"{_size(reading)}{reading.get('model.backbone.patch_size', 16)}"
+    backbone = reading.get("model.backbone.type")
+    ours: dict[str, Any] = {"model.name": f"vit_{size}"}
+    if backbone == "DeiT3":
+        ours |= {"model.init_values": 1e-4, "model.no_embed_class": True}
+    if reading.args["model.backbone.arch"].lower() in ("m", "medium"):
+        ours |= {"model.embed_dim": 512, "model.num_heads": 8}
     if backbone == "DistilledVisionTransformer":
-        name["model.dist_token"] = True
-    _map_network(reading, f"{size}{patch}", name)
-    rate = reading.get("model.backbone.drop_path_rate", 0.0)
-    dropped: dict[str, Any] = {"model.drop_path_rate": rate} if rate else {}
-    reading.same(reading.remaining("model.backbone.drop_path_rate"), dropped)
-    drop = reading.get("model.backbone.drop_rate", 0.0)
-    rates = {"model.pos_drop_rate": drop, "model.proj_drop_rate": drop} if drop else {}
-    reading.same(reading.remaining("model.backbone.drop_rate"), rates)
-    pools = reading.get("model.backbone.out_type") == "avg_featmap"
-    pooled = {"model.global_pool": "avg"} if pools else {}
-    names = reading.remaining("model.backbone.out_type model.backbone.final_norm")
-    reading.same(names, pooled)
-    if neck := reading.get("model.neck.type"):
-        text = f"{neck} between the backbone and the head"
-        reading.cannot(reading.remaining("model.neck"), text)
-    else:
-        reading.same(reading.remaining("model.neck"))
-    hidden = reading.get("model.head.hidden_dim")
-    reading.same(
-        reading.remaining("model.head.hidden_dim"),
-        {"model.representation_size": hidden} if hidden else {},
-    )
-    _map_start(reading, size)
-    _map_loss(reading)
-
-
-def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> None:
-    """Map the network. size: a size such as b16. ours: the settings to use unless `pre_norm`
-    selects CLIP."""
+        ours["model.dist_token"] = True
     names = reading.remaining(
         "model.backbone.arch model.backbone.patch_size model.backbone.pre_norm"
     )
@@ -190,7 +198,14 @@ def _map_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> Non
         )
 
 
-def _map_start(reading: ConfigReading, size: str) -> None:
+def _map_neck(reading: Reading) -> None:
+    neck = reading.get("model.neck.type")
+    text = f"{neck} between the backbone and the head" if neck else ""
+    reading.cannot(reading.remaining("model.neck"), text)
+
+
+def _map_start(reading: Reading) -> None:
+    """Map the initial weights of the backbone."""
     weights = reading.get("model.backbone.init_cfg.checkpoint")
     if reading.get("model.backbone.init_cfg.type") == "Pretrained":
         text = (
@@ -199,11 +214,14 @@ def _map_start(reading: ConfigReading, size: str) -> None:
         )
         start = {"init.checkpoint": weights or "pretrained.pth", "init.reset_head": True}
         reading.differs(reading.remaining("model.backbone.init_cfg"), text, start)
+
+
+def _map_freezing(reading: Reading) -> None:
+    """Map `frozen_stages`, and the distributions of all other initial weights."""
     frozen = reading.get("model.backbone.frozen_stages", -1)
-    freeze = {"init.freeze": "backbone" if frozen >= _DEPTHS[size] else frozen}
+    freeze = {"init.freeze": "backbone" if frozen >= PRESETS[_size(reading)]["depth"] else frozen}
     reading.same(reading.remaining("model.backbone.frozen_stages"), freeze if frozen > 0 else {})
-    names = reading.remaining(_INITIAL)
-    if names:
+    if names := reading.remaining(_INITIAL):
         reading.differs(
             names,
             "this project draws its own initial weights: normal with std 0.02, and a head of zeros",
@@ -212,7 +230,7 @@ def _map_start(reading: ConfigReading, size: str) -> None:
         map_initial_weights(reading, "Xavier's in MLPs")
 
 
-def _map_loss(reading: ConfigReading) -> None:
+def _map_loss(reading: Reading) -> None:
     kind = reading.get("model.head.loss.type", "CrossEntropyLoss")
     names = reading.remaining("model.head.loss")
     value = reading.get("model.head.loss.label_smooth_val", 0.0)
@@ -229,95 +247,117 @@ def _map_loss(reading: ConfigReading) -> None:
         reading.cannot(names, f"the loss {kind} {mode}: replaced by cross-entropy")
 
 
-def _map_images(reading: ConfigReading) -> None:
+def _map_statistics(reading: Reading) -> None:
     of_model = "model.data_preprocessor"
     path = of_model if f"{of_model}.mean" in reading.args else "data_preprocessor"
-    mean = [value / 255 for value in reading.args[f"{path}.mean"]]
-    std = [value / 255 for value in reading.args[f"{path}.std"]]
     reading.same(
         reading.remaining(f"{of_model} data_preprocessor.mean data_preprocessor.std"),
-        {"data.mean": [round(v, 6) for v in mean], "data.std": [round(v, 6) for v in std]},
+        {
+            f"data.{key}": [round(value / 255, 6) for value in reading.args[f"{path}.{key}"]]
+            for key in ("mean", "std")
+        },
         "divided by 255",
     )
+
+
+def _map_augmentation(reading: Reading) -> None:
     for item in reading.items("train_dataloader.dataset.pipeline"):
         _map_operation(reading, item)
-    copies = reading.get("train_dataloader.sampler.num_repeats", 3)
+
+
+def _map_sampler(reading: Reading) -> None:
+    path = "train_dataloader.sampler"
+    copies = reading.get(f"{path}.num_repeats", 3)
     repeats = {"order.aug_repeats": copies, "order.aug_repeats_form": "sampler"}
-    is_repeated = reading.get("train_dataloader.sampler.type") == "RepeatAugSampler"
-    reading.same(reading.remaining("train_dataloader.sampler"), repeats if is_repeated else {})
+    is_repeated = reading.get(f"{path}.type") == "RepeatAugSampler"
+    reading.same(reading.remaining(path), repeats if is_repeated else {})
+
+
+def _map_evaluation(reading: Reading) -> None:
     side = 0
     for item in reading.items("val_dataloader.dataset.pipeline"):
         kind = reading.get(f"{item}.type")
         names = reading.remaining(item)
-        if kind == "ResizeEdge":
-            side = reading.args[f"{item}.scale"]
-            theirs = reading.get(f"{item}.interpolation", "bilinear")
-            ours = reading.settings.get("data.interpolation", theirs)
-            if theirs != ours:
-                text = f"for evaluation MMPretrain resizes by {theirs}, this project by {ours}"
-                reading.differs(names, f"{text} as in training")
-                continue
-        elif kind == "CenterCrop":
-            crop = reading.args[f"{item}.crop_size"]
-            crop_pct = crop_pct_for(crop, side)
-            if crop_pct is None:
-                reading.cannot(names, "an evaluation image smaller than the crop")
-            else:
-                reading.same(names, {"eval.crop_pct": crop_pct})
-            continue
-        elif kind == "Resize":
-            reading.same(names, {"eval.crop_mode": "squash", "eval.crop_pct": 1.0})
-            continue
-        elif kind not in ("LoadImageFromFile", "PackInputs"):
-            reading.cannot(names, f"the operation {kind} in evaluation")
-            continue
-        reading.same(names)
+        match kind:
+            case "ResizeEdge":
+                side = reading.args[f"{item}.scale"]
+                theirs = reading.get(f"{item}.interpolation", "bilinear")
+                ours = reading.settings.get("data.interpolation", theirs)
+                text = (
+                    f"for evaluation MMPretrain resizes by {theirs}, this project by {ours} as in"
+                    " training"
+                )
+                reading.differs(names, "" if theirs == ours else text)
+            case "CenterCrop":
+                crop = reading.args[f"{item}.crop_size"]
+                crop_pct = crop_pct_for(crop, side)
+                if crop_pct is None:
+                    reading.cannot(names, "an evaluation image smaller than the crop")
+                else:
+                    reading.same(names, {"eval.crop_pct": crop_pct})
+            case "Resize":
+                reading.same(names, {"eval.crop_mode": "squash", "eval.crop_pct": 1.0})
+            case "LoadImageFromFile" | "PackInputs":
+                reading.same(names)
+            case _:
+                reading.cannot(names, f"the operation {kind} in evaluation")
 
 
-def _map_operation(reading: ConfigReading, item: str) -> None:
+def _map_operation(reading: Reading, item: str) -> None:
     kind = reading.get(f"{item}.type")
     names = reading.remaining(item)
-    if kind in ("LoadImageFromFile", "PackInputs"):
-        reading.same(names)
-    elif kind == "RandomResizedCrop":
-        interpolation = reading.get(f"{item}.interpolation", "bilinear")
-        crop = {"model.image_size": reading.args[f"{item}.scale"]}
-        reading.same(names, {**crop, "data.interpolation": interpolation})
-    elif kind == "RandomFlip" and reading.get(f"{item}.direction", "horizontal") == "horizontal":
-        reading.same(names, {"augment.hflip_prob": reading.args[f"{item}.prob"]})
-    elif kind == "RandAugment" and reading.get(f"{item}.policies") == "timm_increasing":
-        settings = {
-            "augment.randaugment_layers": reading.args[f"{item}.num_policies"],
-            "augment.randaugment_magnitude": float(reading.args[f"{item}.magnitude_level"]),
-            "augment.magnitude_std": reading.get(f"{item}.magnitude_std", 0.0),
-        }
-        text = "this project warps bilinearly, MMPretrain bicubically: no known effect on accuracy"
-        reading.differs(names, text, settings)
-    elif kind == "AutoAugment" and reading.get(f"{item}.policies") == "imagenet":
-        # MMPretrain's AutoAugment does not pass its `hparams` (color and interpolation) to the
-        # operations.
-        text = "MMPretrain warps by nearest pixel and fills gray, this project bilinearly and black"
-        reading.differs(names, text, {"augment.auto_augment": "imagenet"})
-    elif kind == "RandomErasing":
-        low = reading.get(f"{item}.min_area_ratio", 0.02)
-        high = reading.get(f"{item}.max_area_ratio", 0.4)
-        settings = {
-            "augment.erasing_prob": reading.args[f"{item}.erase_prob"],
-            "augment.erasing_mode": "rand" if reading.get(f"{item}.mode") == "rand" else "const",
-            "augment.erasing_area": [low, high],
-        }
-        text = "fill_std: MMPretrain fills with noise around a mean, this project with one color"
-        reading.differs(names, text, settings)
-    elif kind == "ColorJitter":
-        parts = [
-            reading.get(f"{item}.{n}", 0) for n in ("brightness", "contrast", "saturation", "hue")
-        ]
-        reading.same(names, {"augment.color_jitter": parts})
-    else:
-        reading.cannot(names, f"{kind} is not available")
+    match kind:
+        case "LoadImageFromFile" | "PackInputs":
+            reading.same(names)
+        case "RandomResizedCrop":
+            interpolation = reading.get(f"{item}.interpolation", "bilinear")
+            crop = {"model.image_size": reading.args[f"{item}.scale"]}
+            reading.same(names, {**crop, "data.interpolation": interpolation})
+        case "RandomFlip" if reading.get(f"{item}.direction", "horizontal") == "horizontal":
+            reading.same(names, {"augment.hflip_prob": reading.args[f"{item}.prob"]})
+        case "RandAugment" if reading.get(f"{item}.policies") == "timm_increasing":
+            settings = {
+                "augment.randaugment_layers": reading.args[f"{item}.num_policies"],
+                "augment.randaugment_magnitude": float(reading.args[f"{item}.magnitude_level"]),
+                "augment.magnitude_std": reading.get(f"{item}.magnitude_std", 0.0),
+            }
+            text = (
+                "this project warps bilinearly, MMPretrain bicubically: no known effect on accuracy"
+            )
+            reading.differs(names, text, settings)
+        case "AutoAugment" if reading.get(f"{item}.policies") == "imagenet":
+            # MMPretrain's AutoAugment does not pass its `hparams` (color and interpolation) to the
+            # operations.
+            text = (
+                "MMPretrain warps by nearest pixel and fills gray, this project bilinearly and"
+                " black"
+            )
+            reading.differs(names, text, {"augment.auto_augment": "imagenet"})
+        case "RandomErasing":
+            low = reading.get(f"{item}.min_area_ratio", 0.02)
+            high = reading.get(f"{item}.max_area_ratio", 0.4)
+            settings = {
+                "augment.erasing_prob": reading.args[f"{item}.erase_prob"],
+                "augment.erasing_mode": "rand"
+                if reading.get(f"{item}.mode") == "rand"
+                else "const",
+                "augment.erasing_area": [low, high],
+            }
+            text = (
+                "fill_std: MMPretrain fills with noise around a mean, this project with one color"
+            )
+            reading.differs(names, text, settings)
+        case "ColorJitter":
+            parts = [
+                reading.get(f"{item}.{n}", 0)
+                for n in ("brightness", "contrast", "saturation", "hue")
+            ]
+            reading.same(names, {"augment.color_jitter": parts})
+        case _:
+            reading.cannot(names, f"{kind} is not available")
 
 
-def _map_mixing(reading: ConfigReading) -> None:
+def _map_mixing(reading: Reading) -> None:
     """Map MixUp and CutMix. Each batch gets one of the two, with equal probability."""
     path = "model.train_cfg.augments"
     items = reading.items(path) or [path]
@@ -341,38 +381,25 @@ def _map_mixing(reading: ConfigReading) -> None:
         reading.differs(names, text, settings)
 
 
-def _map_optimizer(reading: ConfigReading) -> None:
+def _map_optimizer(reading: Reading) -> None:
     path = "optim_wrapper.optimizer"
     kind = reading.args[f"{path}.type"]
-    lr = reading.args[f"{path}.lr"]
-    reading.same(f"{path}.lr", {"optim.lr": lr})
-    if kind == "AdamW":
-        reading.same(f"{path}.type", {"optim.name": "adamw"})
-        betas = list(reading.get(f"{path}.betas", (0.9, 0.999)))
-        reading.same(reading.remaining(f"{path}.betas"), {"optim.betas": betas})
-        reading.same(
-            reading.remaining(f"{path}.eps"), {"optim.eps": reading.get(f"{path}.eps", 1e-8)}
-        )
-    elif kind == "SGD":
-        reading.same(f"{path}.type", {"optim.name": "sgd"})
-        momentum = {"optim.momentum": reading.get(f"{path}.momentum", 0.0)}
-        reading.same(reading.remaining(f"{path}.momentum"), momentum)
-        nesterov = {"optim.nesterov": reading.get(f"{path}.nesterov", False)}
-        reading.same(reading.remaining(f"{path}.nesterov"), nesterov)
-    else:
+    reading.same(f"{path}.lr", {"optim.lr": reading.args[f"{path}.lr"]})
+    if kind not in _OPTIMIZERS:
         raise not_available(f"{path}.type {kind}")
-    decay = reading.get(f"{path}.weight_decay", 0.01 if kind == "AdamW" else 0.0)
-    reading.same(reading.remaining(f"{path}.weight_decay"), {"optim.weight_decay": decay})
-    _map_groups(reading, decay)
-    clip = reading.get("optim_wrapper.clip_grad.max_norm")
-    reading.same(reading.remaining("optim_wrapper.clip_grad"), {"optim.clip_grad_norm": clip})
+    reading.same(f"{path}.type", {"optim.name": kind.lower()})
+    for name, default in _OPTIMIZERS[kind].items():
+        value = reading.get(f"{path}.{name}", default)
+        reading.same(reading.remaining(f"{path}.{name}"), {f"optim.{name}": value})
 
 
-def _map_groups(reading: ConfigReading, decay: float) -> None:
+def _map_groups(reading: Reading) -> None:
+    """Map the layer-wise learning rates, and the parameters without weight decay."""
     path = "optim_wrapper.paramwise_cfg"
-    layers = reading.get(f"{path}.layer_decay_rate")
-    if layers is not None:
-        map_layer_decay(reading, f"{path}.layer_decay_rate", layers, "beit")
+    decay = reading.settings["optim.weight_decay"]
+    layer_decay = f"{path}.layer_decay_rate"
+    if reading.get(layer_decay) is not None:
+        map_layer_decay(reading, layer_decay, "beit")
     keys = f"{path}.custom_keys"
     decayed = []
     for part, flags in (
@@ -384,9 +411,10 @@ def _map_groups(reading: ConfigReading, decay: float) -> None:
         if decay and all(reading.get(flag, 1.0) != 0.0 for flag in flags):
             decayed.append(part)
     names = reading.remaining(path)
-    lists = {4: "nothing", 2: "embeddings"}
-    if len(decayed) == 4 or decayed == ["norms", "biases"]:
-        reading.same(names, {"optim.no_weight_decay": lists[len(decayed)]})
+    if len(decayed) == 4:
+        reading.same(names, {"optim.no_weight_decay": "nothing"})
+    elif decayed == ["norms", "biases"]:
+        reading.same(names, {"optim.no_weight_decay": "embeddings"})
     elif decayed:
         text = f"{', '.join(decayed)} are decayed by {decay:g}; this project does not decay them"
         reading.cannot(names, text)
@@ -394,13 +422,9 @@ def _map_groups(reading: ConfigReading, decay: float) -> None:
         reading.same(names)
 
 
-def _map_schedule(reading: ConfigReading) -> None:
+def _map_schedule(reading: Reading) -> None:
     """Map a linear warm-up with a cosine schedule. Other schedules have no equivalent."""
     lr = reading.settings["optim.lr"]
-    epochs = reading.args["train_cfg.max_epochs"]
-    reading.same("train_cfg.max_epochs", {"train.epochs": epochs})
-    every = {"eval.every_epochs": reading.get("train_cfg.val_interval", 1)}
-    reading.same(reading.remaining("train_cfg.val_interval"), every)
     warmup = 0
     start = 0.0
     floor = 0.0
@@ -420,39 +444,45 @@ def _map_schedule(reading: ConfigReading) -> None:
         "schedule.name": "cosine",
         "schedule.warmup_epochs": warmup,
         "schedule.warmup_lr": start,
-        "schedule.min_lr": min(floor, lr),
+        "schedule.min_lr": floor,
     }
-    names = reading.remaining("param_scheduler")
-    if unknown:
-        reading.cannot(
-            names, f"the schedule {', '.join(unknown)}: replaced by a cosine", with_effect(settings)
-        )
-        return
-    theirs = after_warmup(
-        lr, epochs, warmup_epochs=warmup, warmup_lr=start, min_lr=floor, per_epoch=per_epoch
+    reasons = "MMPretrain's cosine changes once per epoch, and its warm-up changes each step"
+    map_schedule(
+        reading,
+        reading.remaining("param_scheduler"),
+        settings,
+        partial(after_warmup, per_epoch=per_epoch),
+        limited=["schedule.min_lr"],
+        kind=", ".join(unknown) or "cosine",
+        reasons=reasons if per_epoch else "",
     )
-    reasons = (
-        "MMPretrain's cosine changes once per epoch, and its warm-up changes each step"
-        if per_epoch
-        else ""
-    )
-    map_rate(reading, names, theirs, settings, reasons)
 
 
-def _map_rest(reading: ConfigReading, amp: bool) -> None:
+def _map_hooks(reading: Reading) -> None:
     for item in reading.items("custom_hooks"):
         names = reading.remaining(item)
-        if reading.get(f"{item}.type") == "EMAHook":
+        kind = reading.get(f"{item}.type")
+        if kind == "EMAHook":
             decay = 1 - reading.get(f"{item}.momentum", 0.0002)
             text = "MMPretrain evaluates only the averaged weights, this project evaluates both"
             reading.differs(names, text, {"ema.decay": decay})
         else:
-            reading.cannot(names, f"{reading.get(f'{item}.type')} is not available")
-    seed = reading.get("randomness.seed")
-    reading.same(reading.remaining("randomness.seed"), {} if seed is None else {"train.seed": seed})
-    map_precision(reading, "fp16 with a scaled loss" if amp else "fp32")
-    accounted = {name for finding in reading.findings for name in finding.theirs}
-    for argument in reading.table.arguments:
-        name = argument.name
-        if argument.in_recipe and name not in accounted:
-            reading.cannot(name, f"{name} = {reading.args[name]!r} is not supported")
+            reading.cannot(names, f"{kind} is not available")
+
+
+HANDLERS: dict[str, Handler] = {
+    "model.backbone.arch": _map_model,
+    "model.neck": _map_neck,
+    "model.backbone.init_cfg": _map_start,
+    "model.backbone.frozen_stages": _map_freezing,
+    "model.head.loss": _map_loss,
+    "data_preprocessor": _map_statistics,
+    "train_dataloader.dataset.pipeline": _map_augmentation,
+    "train_dataloader.sampler": _map_sampler,
+    "val_dataloader.dataset.pipeline": _map_evaluation,
+    "model.train_cfg.augments": _map_mixing,
+    "optim_wrapper.optimizer": _map_optimizer,
+    "optim_wrapper.paramwise_cfg": _map_groups,
+    "param_scheduler": _map_schedule,
+    "custom_hooks": _map_hooks,
+}

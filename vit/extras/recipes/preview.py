@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from vit.config import io as config_io
 from vit.config.io import to_dict
 from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
@@ -141,8 +140,7 @@ def _rates(first: Config, second: Config) -> str:
     """Describe how the learning rates of two runs differ, or return "" if they are equal."""
     rates = []
     for config in (first, second):
-        values = config_io.to_dict(config)
-        settings = flat(values)
+        settings = flat(to_dict(config))
         per_epoch = max(IMAGENET // config.data.global_batch_size, 1)
         epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
         rates.append((our_rate(settings, per_epoch), epochs))

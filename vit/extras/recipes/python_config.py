@@ -14,7 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -59,7 +59,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "max": max,
     "range": _range,
 }
-_METHODS = {
+_METHODS: dict[type, tuple[str, ...]] = {
     str: ("split", "lower", "upper", "startswith", "endswith"),
     dict: ("get", "keys", "values", "items"),
 }
@@ -73,19 +73,14 @@ class Opaque:
 
 
 class Returned(Exception):
-    """An exception that implements the `return` statement."""
-
-    def __init__(self, value: Any):
-        super().__init__()
-        self.value = value
+    """An exception that implements the `return` statement. Its argument is the value."""
 
 
-class _Function:
+class _Function(NamedTuple):
     """A function that the config file defines."""
 
-    def __init__(self, node: ast.FunctionDef, scopes: list[dict[str, Any]]):
-        self.node = node
-        self.scopes = scopes
+    node: ast.FunctionDef
+    scopes: list[dict[str, Any]]
 
 
 class PythonConfig:
@@ -113,64 +108,73 @@ class PythonConfig:
         self._run(tree.body, [self.names])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Evaluate a call to the file's function `name`."""
+        """Evaluate a call to the file's function `name`, with as many arguments as it takes."""
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")
-        return self._apply(function, list(arguments), {}, function.node)
+        number = len(function.node.args.args)
+        return self._apply(function, list(arguments[:number]), {}, function.node)
 
     # ---- statements ------------------------------------------------------------------------------
 
     def _run(self, body: list[ast.stmt], scopes: list[dict[str, Any]]) -> None:
         for statement in body:
             self._count(statement)
-            if isinstance(statement, ast.Assign):
-                value = self._value(statement.value, scopes)
-                for target in statement.targets:
-                    self._assign(target, value, scopes)
-            elif isinstance(statement, ast.AugAssign):
-                both = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
-                value = self._value(ast.copy_location(both, statement), scopes)
-                self._assign(statement.target, value, scopes)
-            elif isinstance(statement, ast.Expr):
-                self._value(statement.value, scopes)
-            elif isinstance(statement, ast.If):
-                holds = self._value(statement.test, scopes)
-                self._run(statement.body if holds else statement.orelse, scopes)
-            elif isinstance(statement, ast.FunctionDef):
-                scopes[-1][statement.name] = _Function(statement, scopes)
-            elif isinstance(statement, ast.Return):
-                raise Returned(
-                    None if statement.value is None else self._value(statement.value, scopes)
-                )
-            elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-                for alias in statement.names:
-                    scopes[-1][(alias.asname or alias.name).partition(".")[0]] = Opaque()
-            elif isinstance(statement, ast.Raise):
-                text = ast.unparse(statement.exc) if statement.exc else ""
-                raise self._error(statement, f"the config raises: {text}")
-            elif not isinstance(statement, ast.Pass):
-                raise self._error(statement, "unsupported statement: only settings can be imported")
+            match statement:
+                case ast.Assign():
+                    value = self._value(statement.value, scopes)
+                    for target in statement.targets:
+                        self._assign(target, value, scopes)
+                case ast.AugAssign():
+                    target = ast.parse(ast.unparse(statement.target), mode="eval").body
+                    both = ast.BinOp(target, statement.op, statement.value)
+                    value = self._value(ast.copy_location(both, statement), scopes)
+                    self._assign(statement.target, value, scopes)
+                case ast.Expr():
+                    self._value(statement.value, scopes)
+                case ast.If():
+                    holds = self._value(statement.test, scopes)
+                    self._run(statement.body if holds else statement.orelse, scopes)
+                case ast.FunctionDef():
+                    scopes[-1][statement.name] = _Function(statement, scopes)
+                case ast.Return():
+                    raise Returned(
+                        None if statement.value is None else self._value(statement.value, scopes)
+                    )
+                case ast.Import() | ast.ImportFrom():
+                    for alias in statement.names:
+                        scopes[-1][(alias.asname or alias.name).partition(".")[0]] = Opaque()
+                case ast.Raise():
+                    text = ast.unparse(statement.exc) if statement.exc else ""
+                    raise self._error(statement, f"the config raises: {text}")
+                case ast.Pass():
+                    pass
+                case _:
+                    raise self._error(
+                        statement, "unsupported statement: only settings can be imported"
+                    )
 
     def _assign(self, target: ast.expr, value: Any, scopes: list[dict[str, Any]]) -> None:
-        if isinstance(target, ast.Name):
-            scopes[-1][target.id] = value
-        elif isinstance(target, (ast.Attribute, ast.Subscript)):
-            owner = self._value(target.value, scopes)
-            if isinstance(target, ast.Attribute):
-                key: Any = target.attr
-            else:
-                key = self._value(target.slice, scopes)
-            if isinstance(owner, (dict, list)):
-                owner[key] = value
-            elif not isinstance(owner, Opaque):
+        match target:
+            case ast.Name():
+                scopes[-1][target.id] = value
+            case ast.Attribute() | ast.Subscript():
+                owner = self._value(target.value, scopes)
+                key: Any = (
+                    target.attr
+                    if isinstance(target, ast.Attribute)
+                    else self._value(target.slice, scopes)
+                )
+                if isinstance(owner, (dict, list)):
+                    owner[key] = value
+                elif not isinstance(owner, Opaque):
+                    raise self._error(target, "only settings can be assigned to")
+            case ast.Tuple():
+                parts = [value] * len(target.elts) if isinstance(value, Opaque) else list(value)
+                for part, item in zip(target.elts, parts, strict=True):
+                    self._assign(part, item, scopes)
+            case _:
                 raise self._error(target, "only settings can be assigned to")
-        elif isinstance(target, ast.Tuple):
-            parts = [value] * len(target.elts) if isinstance(value, Opaque) else list(value)
-            for part, item in zip(target.elts, parts, strict=True):
-                self._assign(part, item, scopes)
-        else:
-            raise self._error(target, "only settings can be assigned to")
 
     # ---- values ----------------------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ class PythonConfig:
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
         left = self._value(node.left, scopes)
         right = self._value(node.right, scopes)
-        if isinstance(node.op, ast.Pow) and _is_small(left) and _is_small(right):
+        if isinstance(node.op, ast.Pow) and abs(left) <= 1000 and abs(right) <= 1000:
             return left**right
         if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and isinstance(left, str)):
             raise self._error(node, "only + - * / // and % of numbers are supported")
@@ -273,9 +277,8 @@ class PythonConfig:
             return Opaque()
         if isinstance(owner, dict) and node.attr in owner:
             return owner[node.attr]
-        for kind, methods in _METHODS.items():
-            if isinstance(owner, kind) and node.attr in methods:
-                return getattr(owner, node.attr)
+        if node.attr in _METHODS.get(type(owner), ()):
+            return getattr(owner, node.attr)
         raise self._error(node, f"unknown attribute {node.attr}")
 
     def _joinedstr(self, node: ast.JoinedStr, scopes: list[dict[str, Any]]) -> str:
@@ -336,7 +339,7 @@ class PythonConfig:
         try:
             self._run(function.node.body, [*function.scopes, local])
         except Returned as returned:
-            return returned.value
+            return returned.args[0]
         finally:
             self._depth -= 1
         return None
@@ -350,15 +353,6 @@ class PythonConfig:
         line = getattr(node, "lineno", 1)
         text = ast.unparse(node).splitlines()[0][:60]
         return ValueError(f"{self.source}:{line}: {text}: {problem}")
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """Return an expression that reads the value of `target`, the left side of `x += 1`."""
-    return ast.parse(ast.unparse(target), mode="eval").body
-
-
-def _is_small(number: float) -> bool:
-    return abs(number) <= 1000
 
 
 def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
@@ -431,11 +425,10 @@ def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
     """Merge `child` over `base` key by key, as mmengine does."""
     merged = dict(base)
     for key, value in child.items():
-        if not isinstance(value, dict):
-            merged[key] = value
-            continue
-        own = {k: v for k, v in value.items() if k != "_delete_"}
         before = merged.get(key)
-        replaces = value.get("_delete_") or not isinstance(before, dict)
-        merged[key] = _merged({} if replaces else before, own)  # type: ignore[arg-type]
+        merged[key] = value
+        if isinstance(value, dict):
+            replaces = value.get("_delete_") or not isinstance(before, dict)
+            own = {k: v for k, v in value.items() if k != "_delete_"}
+            merged[key] = _merged({} if replaces else before, own)  # type: ignore[arg-type]
     return merged

@@ -7,8 +7,8 @@ Tests compare the functions with the schedulers of timm and torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from vit.extras.recipes.reading import Reading
 from vit.optim.schedule import lr_at
@@ -51,49 +51,10 @@ def timm_cosine(
     return rate
 
 
-def timm_step(
-    lr: float,
-    decay_epochs: float,
-    decay_rate: float,
-    *,
-    warmup_epochs: float = 0,
-    warmup_lr: float = 0.0,
-) -> Rate:
-    """Return the schedule of timm's StepLRScheduler (timm/scheduler/step_lr.py)."""
-
-    def rate(time: float) -> float:
-        t = math.floor(time)
-        if t < warmup_epochs:
-            return warmup_lr + t * (lr - warmup_lr) / warmup_epochs
-        return lr * decay_rate ** (t // decay_epochs)
-
-    return rate
-
-
-def torchvision_cosine(
-    lr: float,
-    epochs: int,
-    *,
-    warmup_epochs: int = 0,
-    warmup_factor: float = 1.0,
-    min_lr: float = 0.0,
-    linear: bool = True,
-) -> Rate:
-    """Return the schedule of torch's LinearLR (or ConstantLR) followed by CosineAnnealingLR.
-
-    The learning rate changes once per epoch. warmup_factor: the first learning rate as a fraction
-    of `lr`.
-    """
-
-    def rate(time: float) -> float:
-        t = math.floor(time)
-        if t < warmup_epochs:
-            share = t / warmup_epochs if linear else 0.0
-            return lr * (warmup_factor + (1 - warmup_factor) * share)
-        progress = (t - warmup_epochs) / max(epochs - warmup_epochs, 1)
-        return min_lr + 0.5 * (lr - min_lr) * (1 + math.cos(math.pi * progress))
-
-    return rate
+def timm_step(lr: float, epoch: float, decay_epochs: float, decay_rate: float) -> float:
+    """Return the learning rate of timm's StepLRScheduler after the warm-up
+    (timm/scheduler/step_lr.py)."""
+    return lr * decay_rate ** (math.floor(epoch) // decay_epochs)
 
 
 def after_warmup(
@@ -103,19 +64,24 @@ def after_warmup(
     warmup_epochs: float = 0,
     warmup_lr: float = 0.0,
     min_lr: float = 0.0,
+    warmup_changes: Literal["each step", "each epoch", "never"] = "each step",
     linear: bool = False,
     per_epoch: bool = False,
 ) -> Rate:
-    """Return a schedule with a linear warm-up per step, followed by a cosine or linear decay.
+    """Return a schedule with a warm-up, followed by a cosine or, with `linear`, a linear decay.
 
-    MAE (facebookresearch/mae@efb2a806:util/lr_sched.py), optax and big_vision use this schedule.
-    OpenMMLab uses it with `per_epoch`, which changes the cosine once per epoch.
+    MAE (facebookresearch/mae@efb2a806:util/lr_sched.py), optax and big_vision use this schedule
+    with a linear warm-up per step. OpenMMLab uses it with `per_epoch`, which changes the cosine
+    once per epoch. torchvision also changes the warm-up each epoch (torch's LinearLR) or never
+    (ConstantLR).
     """
 
     def rate(time: float) -> float:
+        epoch = math.floor(time)
         if time < warmup_epochs:
-            return warmup_lr + (lr - warmup_lr) * time / warmup_epochs
-        t = math.floor(time) if per_epoch else time
+            passed = {"each step": time, "each epoch": epoch, "never": 0}[warmup_changes]
+            return warmup_lr + (lr - warmup_lr) * passed / warmup_epochs
+        t = epoch if per_epoch else time
         progress = (t - warmup_epochs) / max(epochs - warmup_epochs, 1e-9)
         share = 1 - progress if linear else 0.5 * (1 + math.cos(math.pi * progress))
         return min_lr + (lr - min_lr) * share
@@ -183,38 +149,60 @@ def in_percent(share: float) -> str:
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
-def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the warm-up settings from `settings` if the schedule has no warm-up."""
-    if settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps"):
-        return dict(settings)
-    without = ("schedule.warmup_lr", "schedule.warmup_prefix")
-    return {key: value for key, value in settings.items() if key not in without}
-
-
-def map_rate(
-    reading: Reading, names: str, theirs: Rate, settings: Mapping[str, Any], reasons: str
+def map_schedule(
+    reading: Reading,
+    names: str,
+    settings: Mapping[str, Any],
+    shape: Callable[..., Rate] = after_warmup,
+    *,
+    limited: Sequence[str] = ("schedule.warmup_lr", "schedule.min_lr"),
+    kind: str = "cosine",
+    unused: str = "",
+    note: str = "",
+    reasons: str = "",
+    epochs: float | None = None,
 ) -> None:
-    """Map the arguments `names` to `settings`, and record the difference from `theirs`.
+    """Map the arguments `names` to `settings`, and record how much the learning rates differ.
 
-    Learning rate, epochs and batch size must be recorded first. reasons: a text that explains the
-    difference.
+    Learning rate, length and batch size must be recorded first.
+
+    settings: our settings with the numbers of the source project. Those in `limited` become at most
+    the peak learning rate. shape: the function for the source project's schedule. kind: its name,
+    if it has no equivalent, and note: a text about it. unused: the arguments of other schedules.
+    reasons: why the learning rates differ. epochs: the length of the cosine, if it differs from
+    that of the training.
     """
-    settings = with_effect(settings)
-    all_settings = {**reading.settings, **settings}
-    for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
-        if all_settings.get(key, 1) <= 0:
-            raise ValueError(f"{key} would be {all_settings[key]:g}: expected a value above 0")
-    steps_per_epoch = max(IMAGENET // all_settings["data.global_batch_size"], 1)
-    epochs = _num_steps(all_settings, steps_per_epoch) / steps_per_epoch
-    gap = distance(
-        theirs, our_rate(all_settings, steps_per_epoch), all_settings["optim.lr"], epochs
-    )
-    if gap.largest < 0.005:
-        reading.same(names, settings)
+    lr = reading.settings["optim.lr"]
+    has_warmup = settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps")
+    ours = {
+        key: min(value, lr) if key in limited else value
+        for key, value in settings.items()
+        if has_warmup or key not in ("schedule.warmup_lr", "schedule.warmup_prefix")
+    }
+    if kind != "cosine":
+        text = f"the schedule {kind}: replaced by a cosine{note}"
+        reading.cannot(f"{names} {unused}", text, ours)
         return
-    reading.differs(
-        names,
-        f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
-        f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}"),
-        settings,
+    if unused:
+        reading.inert(unused, "the schedule is a cosine")
+    everything = {**reading.settings, **ours}
+    for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
+        if everything.get(key, 1) <= 0:
+            raise ValueError(f"{key} would be {everything[key]:g}: expected a value above 0")
+    steps_per_epoch = max(IMAGENET // everything["data.global_batch_size"], 1)
+    length = _num_steps(everything, steps_per_epoch) / steps_per_epoch
+    theirs = shape(
+        lr,
+        length if epochs is None else epochs,
+        warmup_epochs=settings.get(
+            "schedule.warmup_epochs", settings.get("schedule.warmup_steps", 0) / steps_per_epoch
+        ),
+        warmup_lr=settings["schedule.warmup_lr"],
+        min_lr=settings.get("schedule.min_lr", 0.0),
     )
+    gap = distance(theirs, our_rate(everything, steps_per_epoch), lr, length)
+    text = (
+        f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
+        f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}")
+    )
+    reading.differs(names, "" if gap.largest < 0.005 else text, ours)

@@ -1,19 +1,26 @@
 """Map the settings of another project to settings of this project, and record each mapping.
 
-Each project's module records one finding per argument: same, differs, no equivalent, or no effect
-in the source project. `Reading.finish` raises an error if an argument has no finding, so no
-argument is dropped silently.
+`Reading.follow` records one finding per argument: same, differs, no equivalent, or no effect in the
+source project. The finding follows from the rule in the project's table, or is recorded by a
+function of the project's module. `Reading.finish` raises an error if an argument has no finding, so
+no argument is dropped silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import yaml
+
 from vit.config.hints import all_keys
-from vit.extras.recipes.arguments import ParsedArguments, Table
+from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
+from vit.extras.recipes.python_config import Leaves, Opaque, flattened
 
 Verdict = Literal["same", "differs", "cannot", "inert", "place"]
+Handler = Callable[["Reading"], None]
+"""A function that maps one or more arguments of a reading."""
 
 
 class Finding(NamedTuple):
@@ -50,10 +57,20 @@ class Reading:
     `args` contains the values by name. `stated` contains the names of the arguments in the command.
     """
 
-    def __init__(self, table: Table, parsed: ParsedArguments):
+    def __init__(
+        self,
+        table: Table,
+        parsed: ParsedArguments,
+        num_gpus: int | None = None,
+        is_distributed: bool = False,
+    ):
         self.table = table
         self.args = parsed.values
         self.stated = parsed.stated
+        self.num_gpus = num_gpus
+        """The total number of GPUs, or None if it is unknown."""
+        self.is_distributed = is_distributed
+        """Whether a launcher starts the processes."""
         self.findings: list[Finding] = []
         self.comments: dict[str, str] = {}
         """An explanation of how each value was computed, keyed by dotted path. The YAML file
@@ -64,10 +81,6 @@ class Reading:
     def settings(self) -> dict[str, Any]:
         """Return the settings of all findings recorded before this call, keyed by dotted path."""
         return {k: v for finding in self.findings for k, v in finding.settings.items()}
-
-    def has_setting(self, key: str) -> bool:
-        """Return whether this project has the setting `key`."""
-        return key in self._known
 
     def same(
         self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
@@ -81,36 +94,101 @@ class Reading:
             self.comments[next(iter(settings))] = note
 
     def differs(self, names: str, text: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Record that the arguments `names` are similar to `settings`. text: the difference."""
-        self._add("differs", names, settings, text)
+        """Record that the arguments `names` are similar to `settings`. text: the difference, or ""
+        if they are the same."""
+        self._add("differs" if text else "same", names, settings, text)
 
     def cannot(self, names: str, text: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Record that the arguments `names` have no equivalent. settings: the replacement."""
-        self._add("cannot", names, settings, text)
+        """Record that the arguments `names` have no equivalent. text: the reason, or "" if
+        `settings` is the same. settings: the replacement."""
+        self._add("cannot" if text else "same", names, settings, text)
 
     def inert(self, names: str, text: str) -> None:
         """Record that the arguments `names` have no effect in their project. text: the reason."""
         self._add("inert", names, None, text)
 
-    def rename(self, name: str, theirs: str) -> None:
-        """Replace the argument `name` by `theirs`, its name in the source project."""
-        del self.args[name]
-        self.findings = [
-            f._replace(theirs=tuple(theirs if n == name else n for n in f.theirs))
-            for f in self.findings
-        ]
+    def same_if_used(
+        self, is_used: bool, names: str, settings: Mapping[str, Any], reason: str
+    ) -> None:
+        """Record that the arguments `names` equal `settings`, or why they are not used."""
+        if is_used:
+            self.same(names, settings)
+        else:
+            self.inert(names, reason)
 
-    def expect_off(self, parts: Mapping[str, str]) -> None:
-        """Record arguments that this project can reproduce only if they are off.
+    def follow(self, arguments: Sequence[Argument], handlers: Mapping[str, Handler]) -> None:
+        """Map each argument by its handler or its rule, in the order of `arguments`.
 
-        parts: maps argument names to descriptions.
+        A handler can map several arguments. Arguments that already have a finding are skipped.
         """
-        for name, description in parts.items():
-            value = self.args[name]
-            if value in (None, False, "", "none", {}, []) or value == 0:
-                self.same(name)
+        for argument in arguments:
+            if argument.name in self.accounted:
+                continue
+            if argument.name in handlers:
+                handlers[argument.name](self)
             else:
-                self.cannot(name, description)
+                self._apply(argument, arguments)
+
+    def _apply(self, argument: Argument, arguments: Sequence[Argument]) -> None:
+        """Map `argument` by its rule (see `vit.extras.recipes.arguments`)."""
+        name = argument.name
+        names = self.remaining(" ".join(dict.fromkeys((name, *argument.flags))))
+        is_required = argument.type == "required"
+        value = self.args[name] if is_required else self.args.get(name, argument.default)
+        kind, _, text = argument.rule.partition(": ")
+        settings = argument.rule.strip("[]?").split(", ")
+        if self._known.issuperset(settings):
+            is_off = value is None if argument.rule.startswith("?") else not value
+            is_optional = argument.rule.startswith(("[", "?"))
+            self.same(names, {} if is_optional and is_off else dict.fromkeys(settings, value))
+        elif argument.rule.startswith("{"):
+            choices = yaml.safe_load(argument.rule)
+            choice = choices.get(value, choices.get("else", {}))
+            if isinstance(choice, str):
+                self.cannot(names, choice.format(value))
+            else:
+                self.same(names, choice)
+        elif kind == "off":
+            self.cannot(name, "" if not value or value == "none" else text)
+        elif kind == "inert":
+            self.inert(" ".join(a.name for a in arguments if a.rule == argument.rule), text)
+        else:
+            assert kind in ("", "-"), f"{self.table.program}: no function maps {name}"
+            self.same(names)
+
+    @property
+    def accounted(self) -> set[str]:
+        """Return the names of all arguments that have a finding."""
+        return {name for finding in self.findings for name in finding.theirs}
+
+    def remaining(self, paths: str) -> str:
+        """Return the arguments at or below the dotted `paths` that have no finding yet, joined by
+        spaces."""
+        accounted = self.accounted
+        names = [
+            name
+            for path in paths.split()
+            for name in self.args
+            if (name == path or name.startswith(f"{path}.")) and name not in accounted
+        ]
+        return " ".join(dict.fromkeys(names))
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value at `path`, or `default`."""
+        return self.args.get(path, default)
+
+    def items(self, path: str) -> list[str]:
+        """Return the paths of all items of a list, such as `path.0`."""
+        below = [name.removeprefix(f"{path}.") for name in self.args if name.startswith(f"{path}.")]
+        numbers = {int(name.partition(".")[0]) for name in below if name[:1].isdigit()}
+        return [f"{path}.{number}" for number in sorted(numbers)]
+
+    def refuse_rest(self, prefix: str = "") -> None:
+        """Record the keys of a config that have no finding yet. prefix: the config's name."""
+        for argument in self.table.arguments:
+            name = argument.name
+            if argument.in_recipe and name not in self.accounted:
+                self.cannot(name, f"{prefix}{name} = {self.args[name]!r} is not supported")
 
     def finish(self) -> None:
         """Record the paths and logging options, and check that each argument has exactly one
@@ -138,33 +216,29 @@ class Reading:
         assert not unknown, f"{self.table.program} has no {sorted(unknown)}"
         wrong = set(settings or {}) - self._known
         assert not wrong, f"unknown settings: {sorted(wrong)}"
-        # Rounding keeps values such as 0.1 * 3 readable in the YAML file.
-        rounded = {
-            key: float(f"{value:.12g}") if isinstance(value, float) else value
-            for key, value in (settings or {}).items()
-        }
-        self.findings.append(Finding(verdict, theirs, rounded, text))
+        ours = {key: _plain(value) for key, value in (settings or {}).items()}
+        self.findings.append(Finding(verdict, theirs, ours, text))
 
 
-class ConfigReading(Reading):
-    """A reading of a nested config, whose arguments are dotted paths."""
+def _plain(value: Any) -> Any:
+    """Return a value that is readable in a YAML file: 0.3 for 0.1 * 3, and a list for a tuple."""
+    if isinstance(value, float):
+        return float(f"{value:.12g}")
+    return list(value) if isinstance(value, tuple) else value
 
-    def get(self, path: str, default: Any = None) -> Any:
-        """Return the value at `path`, or `default`."""
-        return self.args.get(path, default)
 
-    def remaining(self, paths: str) -> str:
-        """Return the keys at or below `paths` that have no finding yet, joined by spaces."""
-        accounted = {name for finding in self.findings for name in finding.theirs}
-        return " ".join(
-            name
-            for path in paths.split()
-            for name in self.args
-            if (name == path or name.startswith(f"{path}.")) and name not in accounted
-        )
+def reading_of(
+    config: Mapping[str, Any],
+    program: str,
+    source: str,
+    places: re.Pattern[str],
+    num_gpus: int | None = None,
+) -> Reading:
+    """Return a reading of a nested config, whose arguments are dotted paths.
 
-    def items(self, path: str) -> list[str]:
-        """Return the paths of all items of a list, such as `path.0`."""
-        below = [name.removeprefix(f"{path}.") for name in self.args if name.startswith(f"{path}.")]
-        numbers = {int(name.partition(".")[0]) for name in below if name[:1].isdigit()}
-        return [f"{path}.{number}" for number in sorted(numbers)]
+    places: matches the paths of values that are not part of a recipe.
+    """
+    leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
+    arguments = tuple(Argument((k,), "str", None, "", not places.match(k)) for k in leaves)
+    parsed = ParsedArguments(Leaves(leaves), frozenset(leaves))
+    return Reading(Table(program, source, arguments), parsed, num_gpus)

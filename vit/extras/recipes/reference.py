@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from vit.config.base import Positive, Section
-from vit.config.io import load_config, recipes_folder
+from vit.config.io import recipes_folder
 from vit.config.schema import Config
 from vit.data.shards.split import Split
 from vit.distributed.process_group import World
-from vit.extras.recipes.difference import deviations
+from vit.extras.recipes.difference import deviations, read_recipe
 from vit.run import Hook, Run
-from vit.run_folder import CONFIG_FILE, Place
+from vit.run_folder import Place
 from vit.training.plan import Plan
 from vit.training.run_data import Notes, RunData
 
@@ -242,8 +242,6 @@ class Comparison:
 
         metrics: the results on the validation set, with the suffix `_ema` for averaged weights.
         """
-        if self.refusal:
-            return {}
         fields = {}
         for name, value in self.reference.at(step / self.plan.total_steps).items():
             fields[f"{name}_reference"] = value.mean
@@ -251,10 +249,7 @@ class Comparison:
         return fields
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return a line with the run's and the published accuracy, or "" if they cannot be
-        compared."""
-        if self.refusal:
-            return ""
+        """Return a line with the run's and the published accuracy."""
         share = step / self.plan.total_steps
         top1 = metrics["top1" + self._suffix]
         prefix = "averaged weights " if self._suffix else ""
@@ -273,8 +268,6 @@ class Comparison:
 
     def curves(self) -> list[dict[str, list[float]]]:
         """Return the points of each published run: metrics, and `step` in steps of this run."""
-        if self.refusal:
-            return []
         return [
             {
                 "step": (run["share"] * self.plan.total_steps).round(1).tolist(),
@@ -322,12 +315,11 @@ def _read_recipe(header: Header, label: str) -> Config:
 
     Raises ValueError if the recipe or the overrides are invalid.
     """
-    recipe = Path(header.recipe)
-    path = recipe / CONFIG_FILE if recipe.is_dir() else recipe
+    path = Path(header.recipe)
     overrides = [f"{key}={json.dumps(value)}" for key, value in header.settings.items()]
     try:
-        load_config(path, overrides, used_here=False)
-        return load_config(path, used_here=False)
+        read_recipe(path, overrides)
+        return read_recipe(path)
     except ValueError as error:
         raise ValueError(f"{label}: header: recipe: {error}") from None
 
@@ -364,7 +356,7 @@ class ReferenceCurve(Hook):
             length=comparison.length_note,
             recipe=header.recipe,
             unlike=unlike,
-            curves=comparison.curves(),
+            curves=[] if comparison.refusal else comparison.curves(),
         )
         if comparison.refusal:
             # Short runs and other datasets often cannot be compared, so the reason is shown in the
@@ -392,4 +384,6 @@ class ReferenceCurve(Hook):
 
     def evaluated(self, step: int, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """See `Hook`."""
+        if self._comparison.refusal:
+            return {}, ""
         return self._comparison.values(step, values), self._comparison.line(step, values)

@@ -6,6 +6,8 @@ import difflib
 import re
 from typing import Any, get_args
 
+from pydantic.fields import FieldInfo
+
 from vit.config.hints import sections
 from vit.config.optim_section import OptimizerConfig
 from vit.data.augment.table import AUTO_AUGMENT_SETS
@@ -34,9 +36,6 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
 """Maps timm's optimizer names to settings of this project."""
-_BETAS = {"muon": (0.9, 0.95), "adamuon": (0.9, 0.95)}
-_EPS = {"lamb": 1e-6, "muon": 1e-7, "adamuon": 1e-7}
-"""The default epsilons of timm's optimizers that differ from AdamW's, by this project's name."""
 _FIXED = {
     "ns_steps": 5,
     "ns_coefficients": "quintic",
@@ -47,64 +46,51 @@ _FIXED = {
 """Arguments of timm's optimizers that have only this value, timm's default, in this project."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
-_BILINEAR_WARPS = "this project warps bilinearly, the source by {}: no known effect on accuracy"
 
 
-def map_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1) -> int:
-    """Map the batch size per GPU and the number of batches per step, and return the global batch
-    size.
-
-    num_gpus: None if the command starts a single process.
-    """
-    size = reading.args["batch_size"]
-    gpus = num_gpus or 1
+def map_batch(reading: Reading) -> None:
+    """Map the batch size per GPU and the number of batches per step."""
+    args = reading.args
+    size = args["batch_size"]
+    gpus = reading.num_gpus or 1  # None if the command starts a single process
     formula = f"{size} x {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+    steps: int = args.get("accum_iter", max(1, args.get("grad_accum_steps", 1)))
     if steps > 1:
         formula += f" x {steps}"
-    text = "" if num_gpus else "1 GPU is assumed: pass --gpus N to change the number"
-    batch: int = size * gpus * steps
-    reading.same(names, {"data.global_batch_size": batch}, formula, text)
-    return batch
+    text = "" if reading.num_gpus else "1 GPU is assumed: pass --gpus N to change the number"
+    names = [name for name in ("batch_size", "grad_accum_steps", "accum_iter") if name in args]
+    batch = {"data.global_batch_size": size * gpus * steps}
+    reading.same(" ".join(names), batch, formula, text)
 
 
-def map_policy(reading: Reading, interpolation: str) -> None:
-    """Map `--aa`, which selects timm's RandAugment, AutoAugment or 3-Augment.
+def map_policy(reading: Reading, interpolation: str | None = None, name: str = "aa") -> None:
+    """Map the argument `name`, which selects timm's RandAugment, AutoAugment or 3-Augment.
 
     interpolation: the mode that the source project uses to warp images
     (huggingface/pytorch-image-models@aa4b5850:timm/data/auto_augment.py, rand_augment_transform,
-    auto_augment_transform). Raises ValueError if timm would reject the policy.
+    auto_augment_transform), by default that of `--train-interpolation`. Raises ValueError if timm
+    would reject the policy.
     """
-    policy = reading.args["aa"]
-    if not policy:
-        reading.same("aa")
-        return
+    policy = reading.args[name] or ""
     first, *parts = policy.split("-")
     is_auto = first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto"
-    if policy == "3a":
-        reading.same("aa", {"augment.auto_augment": "three_augment"})
+    if policy in ("", "3a"):
+        reading.same(name, {"augment.auto_augment": "three_augment"} if policy else {})
         return
     if first.startswith("augmix"):
-        reading.cannot("aa", f"the policy {policy}: AugMix is not available")
+        reading.cannot(name, f"the policy {policy}: AugMix is not available")
         return
     if first != "rand" and not is_auto:
-        nearest = difflib.get_close_matches(first, _POLICIES, n=1, cutoff=0.5)
-        hint = f" (did you mean {'-'.join([*nearest, *parts])}?)" if nearest else ""
-        raise ValueError(
-            f"timm rejects the policy {policy}{hint}: expected {', '.join(_POLICIES[1:])}, or rand"
-            " with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
-        )
+        raise _unknown_policy(policy)
     # As in timm, "t" selects a set of operations. All other parts without a number are ignored.
     sets = [part for part in parts if part.startswith("t") and not is_auto]
-    numbers = [
-        (match[1], match[2])
-        for part in parts
-        if part not in sets and (match := re.match(r"(\D*)(\d.*)", part))
-    ]
+    matches = [re.match(r"(\D*)(\d.*)", part) for part in parts if part not in sets]
+    numbers = [(match[1], match[2]) for match in matches if match]
     names = ("mstd",) if is_auto else ("m", "n", "p", "mstd", "mmax", "inc")
     wrong = [
-        name + number
-        for name, number in numbers
-        if name not in names or not _is_number(name, number)
+        part + number
+        for part, number in numbers
+        if part not in names or not _is_number(part, number)
     ]
     if wrong:
         raise ValueError(
@@ -120,9 +106,21 @@ def map_policy(reading: Reading, interpolation: str) -> None:
         settings, problems = _randaugment(numbers)
         problems += [f"{part} of the policy" for part in sets]
     if problems:
-        reading.cannot("aa", f"{policy} has {' and '.join(problems)}", settings)
+        reading.cannot(name, f"{policy} has {' and '.join(problems)}", settings)
     else:
-        reading.differs("aa", _BILINEAR_WARPS.format(interpolation), settings)
+        theirs = interpolation or reading.args["train_interpolation"]
+        text = f"this project warps bilinearly, the source by {theirs}: no known effect on accuracy"
+        reading.differs(name, text, settings)
+
+
+def _unknown_policy(policy: str) -> ValueError:
+    first, *parts = policy.split("-")
+    nearest = difflib.get_close_matches(first, _POLICIES, n=1, cutoff=0.5)
+    hint = f" (did you mean {'-'.join([*nearest, *parts])}?)" if nearest else ""
+    return ValueError(
+        f"timm rejects the policy {policy}{hint}: expected {', '.join(_POLICIES[1:])}, or rand"
+        " with numbers, such as rand-m9-mstd0.5-inc1, or '' for none"
+    )
 
 
 def _is_number(name: str, number: str) -> bool:
@@ -136,94 +134,72 @@ def _randaugment(numbers: list[tuple[str, str]]) -> tuple[dict[str, Any], list[s
 
     numbers: the name and number of each part.
     """
-    settings: dict[str, Any] = {
-        "augment.randaugment_layers": 2,
-        "augment.randaugment_ops": "timm_inc0",
-        "augment.randaugment_magnitude": 10.0,
-        "augment.magnitude_std": 0.0,
+    parts = dict(numbers)
+    std = float(parts.get("mstd", 0))
+    ops = {} if int(parts.get("inc", 0)) else {"augment.randaugment_ops": "timm_inc0"}
+    settings = {
+        "augment.randaugment_layers": int(parts.get("n", 2)),
+        **ops,
+        "augment.randaugment_magnitude": float(parts.get("m", 10)),
+        "augment.magnitude_std": std if std <= 100 else 0.0,
     }
-    problems = []
-    for name, number in numbers:
-        if name == "m":
-            settings["augment.randaugment_magnitude"] = float(number)
-        elif name == "n":
-            settings["augment.randaugment_layers"] = int(number)
-        elif name == "mstd" and float(number) <= 100:
-            settings["augment.magnitude_std"] = float(number)
-        elif name == "mstd":
-            problems.append("a strength drawn uniformly from 0 to its value (mstd above 100)")
-        elif name == "inc":
-            settings["augment.randaugment_ops"] = "timm" if int(number) else "timm_inc0"
-        elif name != "p" or float(number) != 0.5:  # the probability of each operation
-            problems.append(f"{name}{number} of the policy")
-    if settings["augment.randaugment_ops"] == "timm":  # the default
-        del settings["augment.randaugment_ops"]
-    return settings, problems
+    return settings, [text for text in (_problem(*part) for part in numbers) if text]
 
 
-def map_color_jitter(reading: Reading, applies: bool) -> None:
-    """Map `--color-jitter`. applies: False if `--aa` disables color jitter (transforms_factory)."""
-    strength = reading.args["color_jitter"] or 0.0
-    if strength and not applies:
-        reading.inert(
-            "color_jitter", "timm ignores this argument if --aa has a policy other than 3a"
-        )
-    elif strength:
-        saturation = 0 if reading.settings.get("model.in_chans") == 1 else strength
-        jitter = {"augment.color_jitter": [strength, strength, saturation, 0]}
-        reading.same("color_jitter", jitter)
-    else:
-        reading.same("color_jitter")
+def _problem(name: str, number: str) -> str:
+    """Return why a part of RandAugment's policy has no equivalent, or ""."""
+    if name == "mstd" and float(number) > 100:
+        return "a strength drawn uniformly from 0 to its value (mstd above 100)"
+    # The probability of each operation is 0.5 in this project.
+    if name == "mmax" or (name == "p" and float(number) != 0.5):
+        return f"{name}{number} of the policy"
+    return ""
+
+
+def map_color_jitter(reading: Reading) -> None:
+    """Map `--color-jitter`, which most policies of `--aa` disable (transforms_factory)."""
+    args = reading.args
+    strength = args["color_jitter"] or 0.0
+    applies = args["aa"] in ("", None, "3a") or args.get("ThreeAugment", False)
+    saturation = 0 if reading.settings.get("model.in_chans") == 1 else strength
+    jitter = {"augment.color_jitter": [strength, strength, saturation, 0]} if strength else {}
+    reason = "timm ignores this argument if --aa has a policy other than 3a"
+    reading.same_if_used(applies or not jitter, "color_jitter", jitter, reason)
 
 
 def map_erasing(reading: Reading) -> None:
-    """Map `--reprob`, `--remode`, `--recount` and `--resplit`."""
-    args = reading.args
-    prob = args["reprob"] or 0.0
-    if not prob:
-        reading.same("reprob")
+    """Map `--remode`, and note without `--reprob` that its related flags have no effect."""
+    if reading.args["reprob"]:
+        reading.same("remode", {"augment.erasing_mode": reading.args["remode"]})
+    else:
         reading.inert("remode recount resplit", "erasing is off")
-        return
-    reading.same("reprob", {"augment.erasing_prob": prob})
-    reading.same("remode", {"augment.erasing_mode": args["remode"]})
-    if args["recount"] == 1:
-        reading.same("recount")
-    else:
-        reading.cannot("recount", f"up to {args['recount']} erased boxes: replaced by one")
-    reading.expect_off({"resplit": "no erasing in the first split of a batch"})
 
 
-def map_mixing(reading: Reading, rank_batch_size: int) -> bool:
-    """Map `--mixup`, its related flags and `--smoothing`. Return whether images are mixed."""
+def map_repeats(reading: Reading, names: str, repeats: int, text: str) -> None:
+    """Map repeated augmentation. text: why a single process ignores it."""
+    settings = {"order.aug_repeats": repeats, "order.aug_repeats_form": "sampler"}
+    reading.same_if_used(reading.is_distributed, names, settings, text)
+
+
+def map_mixing(reading: Reading) -> None:
+    """Map `--mixup-prob`, `--mixup-switch-prob` and `--mixup-mode`."""
     args = reading.args
-    mixes = bool(args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"])
-    if args["cutmix_minmax"]:
-        reading.cannot("cutmix_minmax", "CutMix boxes with a side between two fractions")
-    else:
-        reading.same("cutmix_minmax")
-    reading.same("mixup", {"augment.mixup_alpha": args["mixup"]})
-    reading.same("cutmix", {"augment.cutmix_alpha": args["cutmix"]})
-    reading.same("smoothing", {"loss.label_smoothing": args["smoothing"]})
-    if not mixes:
+    if not (args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"]):
         reading.inert("mixup_prob mixup_switch_prob mixup_mode", "mixing is off")
-        return False
+        return
     reading.same("mixup_prob", {"augment.mix_prob": args["mixup_prob"]})
-    if args["mixup"] > 0 and args["cutmix"] > 0:
-        switch = {"augment.cutmix_switch_prob": args["mixup_switch_prob"]}
-        reading.same("mixup_switch_prob", switch)
-    else:
-        reading.inert("mixup_switch_prob", "only one of MixUp and CutMix is on")
-    mode = {"augment.mixup_mode": args["mixup_mode"]}
-    if args["mixup_mode"] == "batch":
-        text = (
-            f"the source draws one lambda and box for the {rank_batch_size} images of a GPU; this"
-            " project draws one for each augment.mix_group_size images, which makes batches"
-            " independent of the number of GPUs"
-        )
-        reading.differs("mixup_mode", text, mode)
-    else:
-        reading.same("mixup_mode", mode)
-    return True
+    has_both = args["mixup"] > 0 and args["cutmix"] > 0
+    switch = {"augment.cutmix_switch_prob": args["mixup_switch_prob"]}
+    reason = "only one of MixUp and CutMix is on"
+    reading.same_if_used(has_both, "mixup_switch_prob", switch, reason)
+    mode = args["mixup_mode"]
+    text = (
+        f"the source draws one lambda and box for the {args['batch_size']} images of a GPU;"
+        " this project draws one for each augment.mix_group_size images, which makes batches"
+        " independent of the number of GPUs"
+    )
+    settings = {"augment.mixup_mode": mode}
+    reading.differs("mixup_mode", text if mode == "batch" else "", settings)
 
 
 def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> None:
@@ -238,23 +214,21 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> N
     if name == "adam" and not args["weight_decay"]:
         name = "adamw"  # Adam and AdamW are equal without weight decay
     ours = map_optimizer_name(reading, "opt", name)
-    if ours in ("sgd", "adafactorbv"):
-        reading.inert("opt_betas", f"{name} does not use them")
-    else:
-        betas = args["opt_betas"] or _BETAS.get(ours, (0.9, 0.999))
+    fields = optimizer_fields(ours)
+    if "betas" in fields:
+        betas = args["opt_betas"] or fields["betas"].default  # equal to timm's default
         reading.same("opt_betas", {"optim.betas": list(betas)})
-    if ours == "sgd":
+    else:
+        reading.inert("opt_betas", f"{name} does not use them")
+    if "eps" in fields:
+        reading.same("opt_eps", {"optim.eps": args["opt_eps"] or fields["eps"].default})
+    elif ours == "sgd":
         reading.inert("opt_eps", f"{name} does not use them")
-    elif ours != "adafactorbv":
-        reading.same("opt_eps", {"optim.eps": args["opt_eps"] or _EPS.get(ours, 1e-8)})
-    elif args["opt_eps"] is None:
-        reading.same("opt_eps")
     else:
-        reading.cannot("opt_eps", "Adafactor's epsilon: replaced by its default")
-    if ours in ("sgd", "muon", "adamuon", "adafactorbv"):
-        reading.same("momentum", {"optim.momentum": args["momentum"]})
-    else:
-        reading.inert("momentum", f"{name} uses betas")
+        text = "Adafactor's epsilon: replaced by its default"
+        reading.cannot("opt_eps", "" if args["opt_eps"] is None else text)
+    momentum = {"optim.momentum": args["momentum"]}
+    reading.same_if_used("momentum" in fields, "momentum", momentum, f"{name} uses betas")
     reading.same(lr_names, {"optim.lr": lr}, formula)
     reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"] or 0.0})
 
@@ -277,14 +251,12 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
     settings = _OPTIMIZERS[name]
     ours: str = settings["optim.name"]
     kwargs = reading.args.get("opt_kwargs") or {}
-    own = _own_settings(ours)
+    with_flags = OptimizerConfig.model_fields.keys() | {"betas", "eps", "momentum"}
+    own = optimizer_fields(ours).keys() - with_flags
     stated = {f"optim.{key}": value for key, value in kwargs.items() if key in own}
     settings = {key: value for key, value in settings.items() if key not in stated}
-    if name == "adam":
-        text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
-        reading.cannot(argument, text, settings)
-    else:
-        reading.same(argument, settings)
+    text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
+    reading.cannot(argument, text if name == "adam" else "", settings)
     if "opt_kwargs" not in reading.args:
         return ours
     fixed = dict(_FIXED)
@@ -297,21 +269,17 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
         for key, value in kwargs.items()
         if key not in own and not (key in fixed and value == fixed[key])
     }
-    if lacking:
-        text = f"arguments of the optimizer: {', '.join(sorted(lacking))}"
-        reading.cannot("opt_kwargs", text, stated)
-    else:
-        reading.same("opt_kwargs", stated)
+    text = f"arguments of the optimizer: {', '.join(sorted(lacking))}"
+    reading.cannot("opt_kwargs", text if lacking else "", stated)
     return ours
 
 
-def _own_settings(name: str) -> set[str]:
-    """Return the settings of the optimizer `name` that have no flag in timm."""
+def optimizer_fields(name: str) -> dict[str, FieldInfo]:
+    """Return the settings of the optimizer `name`."""
     (kind,) = (
         k for k in sections()["optim"] if name in get_args(k.model_fields["name"].annotation)
     )
-    with_flags = {"betas", "eps", "momentum"}
-    return kind.model_fields.keys() - OptimizerConfig.model_fields.keys() - with_flags
+    return kind.model_fields
 
 
 def map_clipping(reading: Reading) -> None:
@@ -326,29 +294,25 @@ def map_clipping(reading: Reading) -> None:
         reading.cannot("clip_grad clip_mode", text, {"optim.clip_grad_norm": None})
         return
     reading.same("clip_grad", {"optim.clip_grad_norm": 1.0 if has_own else norm}, note)
-    if "clip_mode" in args and norm is None:
-        reading.inert("clip_mode", "--clip-grad is off")
-    elif "clip_mode" in args:
-        reading.same("clip_mode")
+    if "clip_mode" in args:
+        reading.same_if_used(norm is not None, "clip_mode", {}, "--clip-grad is off")
 
 
-def map_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
+def map_layer_decay(reading: Reading, argument: str, form: str) -> None:
     """Map the factor for layer-wise learning rates. form: `beit` gives the last norm the head's
     rate."""
-    if factor is None or factor == 1:
-        reading.same(argument)
+    factor = reading.args[argument]
+    settings = {"optim.layer_decay": factor, "optim.layer_decay_form": form}
+    reading.same(argument, {} if factor in (None, 1) else settings)
+
+
+def map_average(reading: Reading, note: str = "") -> None:
+    """Map `--model-ema-decay`. note: how the use of the average differs."""
+    if reading.args["model_ema"]:
+        settings = {"ema.decay": reading.args["model_ema_decay"]}
+        reading.differs("model_ema_decay", note, settings)
     else:
-        reading.same(argument, {"optim.layer_decay": factor, "optim.layer_decay_form": form})
-
-
-def map_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
-    """Map `--model-ema-decay`. decay: None if the average is off. note: how its use differs."""
-    if decay is None:
         reading.inert("model_ema_decay", "the average is off")
-    elif note:
-        reading.differs("model_ema_decay", note, {"ema.decay": decay})
-    else:
-        reading.same("model_ema_decay", {"ema.decay": decay})
 
 
 def local_file(source: str) -> tuple[str, str]:
@@ -371,17 +335,11 @@ def map_initial_weights(reading: Reading, theirs: str, source: str | None = None
     if source is not None and "init.checkpoint" not in reading.settings:
         settings = {"model.weight_init": source}
         ours = f"model.weight_init={source}"
-    if settings and not theirs:
-        reading.same("", settings)
-    else:
-        text = f"initial weights: ours are {ours}; the source has {theirs or 'a head of std 0.02'}"
-        reading.differs("", text, settings)
+    text = f"initial weights: ours are {ours}; the source has {theirs or 'a head of std 0.02'}"
+    reading.differs("", "" if settings and not theirs else text, settings)
 
 
 def map_precision(reading: Reading, theirs: str) -> None:
     """Record the precision, which has no argument. theirs: the source project's precision."""
-    if theirs == "bf16":
-        reading.same("", {"train.precision": "bf16"})
-        return
     text = f"the source uses {theirs}, this recipe bf16 (train.precision can also be fp16 or fp32)"
-    reading.differs("", text, {"train.precision": "bf16"})
+    reading.differs("", "" if theirs == "bf16" else text, {"train.precision": "bf16"})

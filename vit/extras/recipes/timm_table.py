@@ -11,133 +11,134 @@ from vit.extras.recipes.arguments import make_table
 from vit.extras.recipes.reading import Reading
 
 _RECIPE = """
+-b --batch-size           int     128     per GPU; data.global_batch_size is the total
+--grad-accum-steps        int     1       batches per step
+--aug-splits              int     0       off: several augmentations of each image in a batch
+--jsd-loss                on      -       off: a consistency loss between several augmentations
+--vflip                   float   0       off: vertical flips
+--grayscale-prob          float   -       off: random grey images
+--gaussian-blur-prob      float   -       off: random blur
+--epoch-repeats           float   0       off: several passes over the data in an epoch
+--drop-connect            float   -       off: drop path under its old name
+--drop-block              float   -       off: DropBlock
+--bn-momentum             float   -       off: momentum of batch norm
+--bn-eps                  float   -       off: epsilon of batch norm
+--sync-bn                 on      -       off: batch norm over all GPUs
+--split-bn                on      -       off: batch norm by augmentation
+--layer-decay-min-scale   float   0       off: a minimum of the layer-wise rates
+--layer-decay-no-opt-scale  float  -      off: freezing of layers below a rate
+--train-img-sizes         ints    -       off: varying sizes of training images
+--naflex-loader           on      -       off: images of any aspect
+--train-batches-per-epoch --train-steps-per-epoch  int  -  off: epochs of a fixed length
+--lr-noise                floats  -       off: noise on the learning rate
+--train-batch-sizes       ints    -       inert: all images have one size
+--train-size-probs        floats  -       inert: all images have one size
+--train-size-schedule     str     constant  inert: all images have one size
+--train-size-schedule-spread  float  0.65  inert: all images have one size
+--train-size-random-mix   float   0.1     inert: all images have one size
+--variable-batch-loss-scale  str  none    inert: all images have one size
+--naflex-train-seq-lens   ints    [128, 256, 576, 784, 1024]  inert: images are square
+--naflex-max-seq-len      int     576     inert: images are square
+--naflex-patch-sizes      ints    -       inert: images are square
+--naflex-patch-size-probs  floats  -      inert: images are square
+--naflex-loss-scale       str     linear  inert: images are square
+--naflex-patchify-channels-first  on  -   inert: images are square
+--lr-noise-pct            float   0.67    inert: --lr-noise is off
+--lr-noise-std            float   1.0     inert: --lr-noise is off
+--lr-cycle-mul            float   1.0     inert: restarts are off
+--lr-cycle-decay          float   0.5     inert: restarts are off
 --model                   str     resnet50   model.name
---pretrained              on      -       init.checkpoint
---pretrained-path         str     -       init.checkpoint
---initial-checkpoint      str     -       init.checkpoint
---num-classes             int     -       model.num_classes
---gp                      str     -       model.global_pool
+--input-size              ints    -       model.in_chans and model.image_size
 --img-size                int     -       model.image_size
 --in-chans                int     -       model.in_chans
---input-size              ints    -       model.in_chans and model.image_size
+--gp                      str     -       model.global_pool
+--model-kwargs            pairs   -       model
+--head-init-bias          float   -       model.init_head_bias
+--drop-path               float   -       [model.drop_path_rate]
+--drop                    float   0.0     off: dropout before the head
 --crop-pct                float   -       eval.crop_pct
 --mean                    floats  -       data.mean
 --std                     floats  -       data.std
---interpolation           str     -       data.interpolation, of evaluation
--b --batch-size           int     128     per GPU; data.global_batch_size is the total
---grad-accum-steps        int     1       batches per step
---model-kwargs            pairs   -       model
---head-init-scale         float   -       initial weights of the head
---head-init-bias          float   -       model.init_head_bias
---amp                     on      -       train.precision
---apex-amp                on      -       train.precision, in old versions
---native-amp              on      -       train.precision, in old versions
---amp-dtype               str     float16  train.precision
---model-dtype             str     -       dtype of the weights
---opt                     str     sgd     optim.name
---opt-eps                 float   -       optim.eps
---opt-betas               floats  -       optim.betas
---momentum                float   0.9     optim.momentum
---weight-decay            float   2e-5    optim.weight_decay
---clip-grad               float   -       optim.clip_grad_norm
---clip-mode               str     norm    kind of clipping
---layer-decay             float   -       layer-wise rates
---layer-decay-min-scale   float   0       layer-wise rates
---layer-decay-no-opt-scale  float  -      layer-wise rates
---opt-kwargs              pairs   -       of the optimizer
---sched                   str     cosine  schedule.name
---sched-on-updates        on      -       the rate changes each step instead of each epoch
---lr                      float   -       optim.lr
---lr-base                 float   0.1     optim.lr, for a batch of --lr-base-size
---lr-base-size            int     256     optim.lr
---lr-base-scale           str     -       linear, or sqrt for Adam and LAMB
---lr-noise                floats  -       -
---lr-noise-pct            float   0.67    -
---lr-noise-std            float   1.0     -
---lr-cycle-mul            float   1.0     of restarts
---lr-cycle-decay          float   0.5     of restarts
---lr-cycle-limit          int     1       of restarts
---lr-k-decay              float   1.0     shape of the cosine
---warmup-lr               float   1e-5    schedule
---min-lr                  float   0       schedule.min_lr
---epochs                  int     300     train.epochs
---epoch-repeats           float   0       passes over the data in an epoch
---decay-milestones        ints    [90, 180, 270]   of step schedules
---decay-epochs            float   90      of step schedules
---warmup-epochs           int     5       schedule.warmup_epochs
---warmup-prefix           on      -       warm-up before --epochs
---cooldown-epochs         int     0       epochs at --min-lr after --epochs
---patience-epochs         int     10      of the plateau schedule
---decay-rate --dr         float   0.1     of step schedules
+--num-classes             int     -       [model.num_classes]
+--dist-bn                 str     reduce  of batch norm
+--pretrained              on      -       init.checkpoint
+--pretrained-path         str     -       init.checkpoint
+--initial-checkpoint      str     -       init.checkpoint
 --no-aug                  on      -       no augmentation
---train-crop-mode         str     -       augment.crop
+--train-crop-mode         str     -       {null: {}, "": {}, rrc: {},\
+ else: "crops {}, which keep the aspect ratio"}
 --scale                   floats  [0.08, 1.0]   augment.crop_scale
 --ratio                   floats  [0.75, 1.3333333333333333]   augment.crop_ratio
 --hflip                   float   0.5     augment.hflip_prob
---vflip                   float   0       vertical flips
+--train-interpolation     str     random  data.interpolation
+--interpolation           str     -       data.interpolation, of evaluation
+--aa                      str     -       augment.randaugment_layers and others
 --color-jitter            float   0.4     augment.color_jitter
 --color-jitter-prob       float   -       probability of a colour change
---grayscale-prob          float   -       probability of grey images
---gaussian-blur-prob      float   -       probability of blurred images
---aa                      str     -       augment.randaugment_layers and others
---aug-repeats             float   0       order.aug_repeats
---aug-splits              int     0       parts of a batch with different augmentation
---jsd-loss                on      -       loss
---bce-loss                on      -       loss
---bce-sum                 on      -       loss
---bce-target-thresh       float   -       loss
---bce-pos-weight          float   -       loss
---reprob                  float   0       augment.erasing_prob
+--reprob                  float   0       [augment.erasing_prob]
 --remode                  str     pixel   augment.erasing_mode
---recount                 int     1       number of erased boxes
---resplit                 on      -       -
+--recount                 int     1       {1: {}, else: "up to {} erased boxes: replaced by one"}
+--resplit                 on      -       off: no erasing in the first split of a batch
+--aug-repeats             float   0       order.aug_repeats
+--cutmix-minmax           floats  -       off: CutMix boxes with a side between two fractions
 --mixup                   float   0.0     augment.mixup_alpha
 --cutmix                  float   0.0     augment.cutmix_alpha
---cutmix-minmax           floats  -       -
+--smoothing               float   0.1     loss.label_smoothing
 --mixup-prob              float   1.0     augment.mix_prob
 --mixup-switch-prob       float   0.5     augment.cutmix_switch_prob
 --mixup-mode              str     batch   augment.mixup_mode
 --mixup-off-epoch         int     0       epoch after which mixing stops
---smoothing               float   0.1     loss.label_smoothing
---train-interpolation     str     random  data.interpolation
---drop                    float   0.0     dropout before the head
---drop-connect            float   -       drop path's old name
---drop-path               float   -       model.drop_path_rate
---drop-block              float   -       of convolutions
---bn-momentum             float   -       of batch norm
---bn-eps                  float   -       of batch norm
---sync-bn                 on      -       of batch norm
---dist-bn                 str     reduce  of batch norm
---split-bn                on      -       of batch norm
---model-ema               on      -       ema.decay
---model-ema-decay         float   0.9998  ema.decay
---model-ema-warmup        on      -       ema.warmup
---seed                    int     42      train.seed
---val-interval            int     1       eval.every_epochs
---train-img-sizes         ints    -       varying sizes of training images
---train-batch-sizes       ints    -       varying sizes of training images
---train-size-probs        floats  -       varying sizes of training images
---train-size-schedule     str     constant   varying sizes of training images
---train-size-schedule-spread  float  0.65   varying sizes of training images
---train-size-random-mix   float   0.1     varying sizes of training images
---train-batches-per-epoch --train-steps-per-epoch  int  -  length of an epoch
---variable-batch-loss-scale  str  none    varying sizes of training images
---naflex-loader           on      -       images of any aspect
---naflex-train-seq-lens   ints    [128, 256, 576, 784, 1024]   images of any aspect
---naflex-max-seq-len      int     576     images of any aspect
---naflex-patch-sizes      ints    -       images of any aspect
---naflex-patch-size-probs  floats  -      images of any aspect
---naflex-loss-scale       str     linear  images of any aspect
---naflex-patchify-channels-first  on  -   images of any aspect
+--bce-loss                on      -       loss
+--bce-sum                 on      -       loss
+--bce-target-thresh       float   -       loss
+--bce-pos-weight          float   -       loss
 --kd-model-name           str     -       distillation
 --kd-distill-type         str     logit   distillation
 --kd-loss-type            str     kl      distillation
---distill-loss-weight     float   -       distillation
 --task-loss-weight        float   -       distillation
+--distill-loss-weight     float   -       distillation
 --kd-temperature          float   4.0     distillation
 --kd-student-feature-dim  int     -       distillation
 --kd-teacher-feature-dim  int     -       distillation
 --kd-token-distill-type   str     soft    distillation
+--opt                     str     sgd     optim.name
+--opt-kwargs              pairs   -       of the optimizer
+--opt-betas               floats  -       optim.betas
+--opt-eps                 float   -       optim.eps
+--momentum                float   0.9     optim.momentum
+--lr                      float   -       optim.lr
+--lr-base                 float   0.1     optim.lr, for a batch of --lr-base-size
+--lr-base-size            int     256     optim.lr
+--lr-base-scale           str     -       linear, or sqrt for Adam and LAMB
+--weight-decay            float   2e-5    optim.weight_decay
+--clip-grad               float   -       optim.clip_grad_norm
+--clip-mode               str     norm    kind of clipping
+--layer-decay             float   -       layer-wise rates
+--epochs                  int     300     train.epochs
+--warmup-prefix           on      -       warm-up before --epochs
+--lr-cycle-limit          int     1       {1: {}, else: "{} cycles of the schedule"}
+--sched                   str     cosine  schedule.name
+--sched-on-updates        on      -       the rate changes each step instead of each epoch
+--min-lr                  float   0       schedule.min_lr
+--warmup-lr               float   1e-5    schedule
+--warmup-epochs           int     5       schedule.warmup_epochs
+--lr-k-decay              float   1.0     shape of the cosine
+--cooldown-epochs         int     0       epochs at --min-lr after --epochs
+--decay-epochs            float   90      of step schedules
+--decay-rate --dr         float   0.1     of step schedules
+--decay-milestones        ints    [90, 180, 270]   of step schedules
+--patience-epochs         int     10      of the plateau schedule
+--model-ema               on      -       -
+--model-ema-decay         float   0.9998  ema.decay
+--model-ema-warmup        on      -       ema.warmup
+--seed                    int     42      train.seed
+--val-interval            int     1       eval.every_epochs
+--amp                     on      -       train.precision
+--amp-dtype               str     float16  train.precision
+--apex-amp                on      -       train.precision, in old versions
+--native-amp              on      -       train.precision, in old versions
+--model-dtype             str     -       {null: {}, float32: {}, else: "weights in {}"}
+--head-init-scale         float   -       initial weights of the head
 """
 _PLACES = """
 data                      word    -
@@ -205,36 +206,6 @@ OLDER_DEFAULTS = {
 }
 """Maps the last day on which old defaults were valid to those that have since changed
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
-OFF = {
-    "aug_splits": "several augmentations of each image in a batch",
-    "jsd_loss": "a consistency loss between several augmentations",
-    "vflip": "vertical flips",
-    "grayscale_prob": "random grey images",
-    "gaussian_blur_prob": "random blur",
-    "epoch_repeats": "several passes over the data in an epoch",
-    "drop_connect": "drop path under its old name",
-    "drop_block": "DropBlock",
-    "bn_momentum": "momentum of batch norm",
-    "bn_eps": "epsilon of batch norm",
-    "sync_bn": "batch norm over all GPUs",
-    "split_bn": "batch norm by augmentation",
-    "layer_decay_min_scale": "a minimum of the layer-wise rates",
-    "layer_decay_no_opt_scale": "freezing of layers below a rate",
-    "train_img_sizes": "varying sizes of training images",
-    "naflex_loader": "images of any aspect",
-    "train_batches_per_epoch": "epochs of a fixed length",
-    "lr_noise": "noise on the learning rate",
-}
-"""Maps arguments that have no equivalent if they are on to descriptions."""
-ONLY_WITH = {
-    "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
-    " train_size_random_mix variable_batch_loss_scale": "all images have one size",
-    "naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs"
-    " naflex_loss_scale naflex_patchify_channels_first": "images are square",
-    "lr_noise_pct lr_noise_std": "--lr-noise is off",
-    "lr_cycle_mul lr_cycle_decay": "restarts are off",
-}
-"""Maps arguments to the reason why they have no effect if the arguments in `OFF` are off."""
 
 
 def note_old_defaults(reading: Reading) -> None:
