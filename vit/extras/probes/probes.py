@@ -116,15 +116,15 @@ def run_probes(
             file=sys.stderr,
         )
     splits = (train_split, val_split)
-    features = []
-    for split in splits:
+
+    def features_of(split: Split) -> Tensor:
         text = f"features of {split.name!r}"
         with Meter(text, split.num_samples, "images", shown=world.is_main) as meter:
-            split_features = extract_features(
+            return extract_features(
                 model, split, config, augment, world, wanted_by=flag, on_images=meter.update
             )
-        features.append(split_features)
-    train, queries = features
+
+    train, queries = map(features_of, splits)
     labels = [torch.from_numpy(split.index["label"].astype(np.int64)) for split in splits]
     num_classes = max(split.num_classes for split in splits)
     result = partial(
@@ -134,16 +134,8 @@ def run_probes(
     if ks:
         text = f"{max(ks)} nearest neighbors"
         with Meter(text, len(queries), "images", shown=world.is_main) as meter:
-            voted = classify(
-                train,
-                labels[0],
-                queries,
-                labels[1],
-                ks=ks,
-                num_classes=num_classes,
-                world=world,
-                on_queries=meter.update,
-            )
+            samples = (train, labels[0], queries, labels[1])
+            voted = classify(*samples, ks, num_classes, world, on_queries=meter.update)
         for k, predictions, in_top5 in voted:
             right = predictions == labels[1]
             probed.append(result(f"knn {k}", right, int(in_top5.sum()), settings={"k": k}))
