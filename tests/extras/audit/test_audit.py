@@ -196,6 +196,8 @@ def _place_of(path: Path, name: str) -> int:
     ("kind", "step", "change", "part", "expected"),
     [
         ("train", 8, lambda line: line["losses"].__setitem__(0, 1.5), "steps 7 to 9", (7, "loss")),
+        # The repetition writes no line after step 9, so its loss is only in the checkpoint.
+        ("train", 10, lambda line: line["losses"].__setitem__(0, 1.5), "steps 7 to 9", (9, "loss")),
         pytest.param(
             *("train", 8, lambda line: line.update(loss=0.5)),
             *("steps 7 to 9", (8, "train line: loss")),

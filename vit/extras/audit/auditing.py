@@ -14,9 +14,9 @@ import torch
 from vit.config.schema import Config
 from vit.distributed.exact.leaves import same_kernels
 from vit.distributed.process_group import World, kernels_of
-from vit.extras.audit.history import History, Stretch, tensors_sha256
+from vit.extras.audit.history import History, Stretch
 from vit.extras.audit.judging import Difference, damages, judge
-from vit.extras.audit.repeating import Repeated, repeat
+from vit.extras.audit.repeating import repeat
 from vit.loggers.record import code_sha256
 from vit.system.meter import Meter
 
@@ -89,17 +89,18 @@ def _audit_stretch(
         if world.broadcast_from_main(lambda: bool(differences)):
             second = repeat(history, stretch, config, world, folder / "second", lambda: None)
             if first is not None and second is not None:
-                differences += _compare_repetitions(first, second)
+                differences += _compare_repetitions(stretch, first, second)
     return differences
 
 
-def _compare_repetitions(first: Repeated, second: Repeated) -> list[Difference]:
+def _compare_repetitions(stretch: Stretch, first: History, second: History) -> list[Difference]:
     """Return a difference if this machine disagrees with itself."""
-    if tensors_sha256(first.info) == tensors_sha256(second.info):
+    if first.tensors_sha256(stretch.end) == second.tensors_sha256(stretch.end):
         return []
-    steps = [step for step in first.losses if first.losses[step] != second.losses[step]]
+    losses, others = first.losses(), second.losses()
+    steps = [step for step, loss in losses.items() if others[step] != loss]
     text = "two repetitions on this host differ, so this machine computes wrong"
-    return [Difference(min(steps, default=first.info["step"]), text)]
+    return [Difference(min(steps, default=stretch.end), text)]
 
 
 def _own_values(config: Config, world: World) -> dict[str, str]:

@@ -94,24 +94,29 @@ class History:
         later = self.starts[self.starts.index(attempt) + 1 :]
         until = min((line["step"] for line in later), default=0)
         saved = [step for step in self.kept if attempt["step"] < step <= until]
-        step = next((step for step in saved if step >= stretch.end), max(saved, default=-1))
-        if step < 0:
+        if not saved:
             return config_io.load_config(self.run_dir / CONFIG_FILE, overrides)
-        stored = config_io.from_dict(self.infos[step]["config"], str(self.kept[step]))
+        stored = config_io.from_dict(self.infos[saved[-1]]["config"], str(self.kept[saved[-1]]))
         return config_io.with_settings(stored, config_io.read_overrides(overrides))
 
     def losses(self) -> dict[int, float | None]:
-        """Return the recorded loss of each step."""
-        ranges = self.infos[max(self.kept)]["skipped_ranges"] if self.kept else []
+        """Return the recorded loss of each step, or None if it was not finite.
+
+        The newest checkpoint contains the losses of the steps since the last line of metrics.
+        """
+        newest = self.infos[max(self.kept)] if self.kept else {}
+        ranges = newest.get("skipped_ranges", [])
         skipped = {step for first, stop in ranges for step in range(first + 1, stop + 1)}
+        unlogged = [
+            loss if math.isfinite(loss) else None for loss in newest.get("interval_losses", [])
+        ]
+        train_lines = [line for line in self.lines if line["kind"] == "train"]
         losses: dict[int, float | None] = {}
-        for line in self.lines:
-            if line["kind"] == "train":
-                steps = (step for step in range(line["step"], 0, -1) if step not in skipped)
-                losses |= zip(steps, reversed(line["losses"]))  # noqa: B905  # ends early
+        for line in ({"step": newest.get("step", 0), "losses": unlogged}, *train_lines):
+            steps = (step for step in range(line["step"], 0, -1) if step not in skipped)
+            losses |= zip(steps, reversed(line["losses"]))  # noqa: B905  # ends early
         return losses
 
-
-def tensors_sha256(info: dict[str, Any]) -> str:
-    """Return the hash of the tensors that a `checkpoint.json` describes."""
-    return str(info["files"][STATE_FILE]["sha256"])
+    def tensors_sha256(self, step: int) -> str:
+        """Return the hash of the tensors in the kept checkpoint at `step`."""
+        return str(self.infos[step]["files"][STATE_FILE]["sha256"])

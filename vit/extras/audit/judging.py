@@ -8,7 +8,6 @@ only the tensors differ                        a tensor was changed after the la
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from vit.checkpoint.checkpoint import STATE_FILE
 from vit.checkpoint.resume import may_change
 from vit.config import io as config_io
-from vit.extras.audit.history import History, Stretch, tensors_sha256
-from vit.extras.audit.repeating import Repeated
+from vit.extras.audit.history import History, Stretch
 from vit.run_folder import CONFIG_FILE, CheckpointError, check_files
 from vit.system.spelling import few
 from vit.weights.save import bytes_of
@@ -53,7 +51,7 @@ def damages(history: History) -> Iterator[Difference]:
     """Yield contradictions between the files of kept checkpoints, `checkpoint.json` and record."""
     yield from (Difference(*each) for each in history.damaged.items())
     for step, folder in history.kept.items():
-        stored = tensors_sha256(history.infos[step])
+        stored = history.tensors_sha256(step)
         try:
             check_files(folder, history.infos[step])
         except CheckpointError as error:
@@ -64,7 +62,7 @@ def damages(history: History) -> Iterator[Difference]:
                 yield Difference(step, text)
 
 
-def judge(history: History, stretch: Stretch, repeated: Repeated) -> list[Difference]:
+def judge(history: History, stretch: Stretch, repeated: History) -> list[Difference]:
     """Return the differences of a stretch, in the order of their steps; [] if it is equal.
 
     Changed data and settings come first, because they explain the others.
@@ -74,9 +72,9 @@ def judge(history: History, stretch: Stretch, repeated: Repeated) -> list[Differ
     hashes = [history.hashes.get(stretch.end)]
     tensors = []
     if kept is not None:
-        hashes.append(tensors_sha256(history.infos[stretch.end]))
-        tensors = different_tensors(kept, repeated.folder)
-    is_equal = tensors_sha256(repeated.info) in hashes and not tensors
+        hashes.append(history.tensors_sha256(stretch.end))
+        tensors = different_tensors(kept, repeated.kept[stretch.end])
+    is_equal = repeated.tensors_sha256(stretch.end) in hashes and not tensors
     if is_equal and (differences or len({*hashes, None}) > 2):
         differences.append(Difference(stretch.end, "the state agrees, so the record was changed"))
     elif not is_equal:
@@ -90,15 +88,12 @@ def judge(history: History, stretch: Stretch, repeated: Repeated) -> list[Differ
 
 
 def _record_differences(
-    history: History, stretch: Stretch, repeated: Repeated
+    history: History, stretch: Stretch, repeated: History
 ) -> Iterator[Difference]:
     losses = history.losses()
     last = max(losses, default=0)
     recorded = _values(history.lines, {**dict.fromkeys(range(last), "missing"), **losses})
-    repeated_values = {
-        step: loss if math.isfinite(loss) else None for step, loss in repeated.losses.items()
-    }
-    for key, value in sorted(_values(repeated.lines, repeated_values).items()):
+    for key, value in sorted(_values(repeated.lines, repeated.losses()).items()):
         if stretch.start < key[0] <= stretch.end and recorded.get(key, value) != value:
             yield Difference(key[0], f"{key[1]} {recorded[key]} in the record, {value} repeated")
 
@@ -113,21 +108,21 @@ def _values(lines: list[dict[str, Any]], losses: dict[int, Any]) -> dict[tuple[i
     return values
 
 
-def _changed_data(history: History, stretch: Stretch, repeated: Repeated) -> Iterator[str]:
+def _changed_data(history: History, stretch: Stretch, repeated: History) -> Iterator[str]:
     """Yield what has changed since the run, according to the `start` lines."""
     recorded = history.attempts(stretch)[0]
-    repeated_values = next(line for line in repeated.lines if line["kind"] == "start")
+    repeated_values = repeated.starts[0]
     for key, text in CAUSES.items():
         if recorded.get(key, repeated_values.get(key)) != repeated_values.get(key):
             yield text
 
 
-def _changed_settings(history: History, stretch: Stretch, repeated: Repeated) -> Iterator[str]:
+def _changed_settings(history: History, stretch: Stretch, repeated: History) -> Iterator[str]:
     """Yield settings that differ from those in a checkpoint of the stretch."""
     near = next((step for step in history.kept if step in (stretch.start, stretch.end)), None)
     if near is not None:
-        changed = config_io.differences(history.infos[near]["config"], repeated.info["config"])
-        for key, (old, new) in changed.items():
+        configs = [history.infos[near]["config"], repeated.infos[stretch.end]["config"]]
+        for key, (old, new) in config_io.differences(*configs).items():
             if not may_change(key):
                 yield f"{key} was {old} at step {near}, but is {new} in {CONFIG_FILE}"
 

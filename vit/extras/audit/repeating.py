@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vit.build import build
 from vit.checkpoint.checkpoint import STATE_FILE, checkpoint_folder
@@ -24,9 +24,8 @@ from vit.config.schema import Config
 from vit.distributed.process_group import World
 from vit.extras.audit.history import History, Stretch
 from vit.extras.compose import parts_of
-from vit.loggers.lines import read_metrics
-from vit.run import Hook, Run
-from vit.run_folder import INFO_FILE, METRICS_FILE, read_info_file, sealed
+from vit.run import Hook
+from vit.run_folder import INFO_FILE, sealed
 from vit.system.files import ShardError, write_json
 from vit.train import train
 from vit.training.run_data import open_data
@@ -40,16 +39,11 @@ class _Reached(Exception):
 
 
 class _Listener(Hook):
-    """Collects the loss of each step, and ends training after the step `end`."""
+    """Reports each step, and ends training after the step `end`."""
 
     def __init__(self, end: int, on_step: Callable[[], None]):
         self._end = end
         self._on_step = on_step
-        self.losses: dict[int, float] = {}
-
-    def begin(self, run: Run) -> None:
-        """Drop the losses of steps that a rewind repeats."""
-        self.losses = {step: self.losses[step] for step in self.losses if step <= run.state.step}
 
     def loss_limit(self, step: int) -> None:
         """See `Hook`. All earlier steps have been read, evaluated and saved."""
@@ -58,21 +52,7 @@ class _Listener(Hook):
 
     def read(self, step: int, values: StepValues) -> None:
         """See `Hook`."""
-        self.losses[step + 1] = values.loss
         self._on_step()
-
-
-class Repeated(NamedTuple):
-    """A repeated stretch, on rank 0."""
-
-    losses: dict[int, float]
-    """The loss of each step, counted from 1."""
-    lines: list[dict[str, Any]]
-    """The lines of the repeated record."""
-    info: dict[str, Any]
-    """The `checkpoint.json` of the last step."""
-    folder: Path
-    """The checkpoint of the last step."""
 
 
 def repeat(
@@ -82,13 +62,12 @@ def repeat(
     world: World,
     folder: Path,
     on_step: Callable[[], None],
-) -> Repeated | None:
-    """Train a stretch again in the new folder `folder`, and return the result on rank 0.
+) -> History | None:
+    """Train a stretch again in the new folder `folder`, and return its record on rank 0.
 
     All ranks must call this. config: the settings of the stretch. on_step: called after each step.
     Raises ShardError, with the step, for an image that does not match its checksum.
     """
-    listener = _Listener(stretch.end, on_step)
     is_like_run = history.attempts(stretch)[0]["world_size"] == world.size
     # The lines of an ordinary run would hide the result of the audit.
     with redirect_stderr(io.StringIO()):
@@ -96,18 +75,14 @@ def repeat(
         world.on_main(lambda: _link(history, stretch.start, folder, facts))
         config = _quiet(config, folder, stretch.end, is_like_run)
         parts = parts_of(config)
-        parts = replace(parts, hooks=(listener, *parts.hooks))
+        parts = replace(parts, hooks=(_Listener(stretch.end, on_step), *parts.hooks))
         run = build(config, world, all_keys(), parts)
         try:
             with suppress(_Reached):
                 train(run)
         except ShardError as error:
             raise ShardError(f"step {run.state.step + 1}: {error}") from None
-    if not world.is_main:
-        return None
-    last = checkpoint_folder(folder, stretch.end)
-    lines = read_metrics(folder / METRICS_FILE)
-    return Repeated(listener.losses, lines, read_info_file(last), last)
+    return History(folder) if world.is_main else None
 
 
 def _link(history: History, step: int, folder: Path, facts: dict[str, Any]) -> None:
