@@ -144,7 +144,8 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
                 f" {KINDS}"
             )
         raise WeightsError(f"{path} is not a checkpoint but {kind}")
-    return _open_torch(path, mapped=False), {}  # the format of torch before version 1.6
+    # the format of torch before version 1.6, in a pickle whose second byte is its protocol
+    return _open_torch(path, mapped=False, protocol=int.from_bytes(head[1:2])), {}
 
 
 def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -213,7 +214,7 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _open_torch(path: Path, mapped: bool) -> Any:
+def _open_torch(path: Path, mapped: bool, protocol: int = 2) -> Any:
     # torch.load would choose the format by the suffix ".safetensors". Passing the open file
     # prevents that, but an open file cannot be memory-mapped.
     misnamed = path.suffix == ".safetensors"
@@ -246,7 +247,6 @@ def _open_torch(path: Path, mapped: bool) -> Any:
                 " which can run code: if you trust it, open it with"
                 " torch.load(weights_only=False) and save only its state dict"
             ) from error
-        protocol = 2 if mapped else _protocol_of(path)
         if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
             raise WeightsError(
                 f"{path} is refused, because it is a pickle of protocol {protocol}, which can run"
@@ -261,12 +261,6 @@ def _open_torch(path: Path, mapped: bool) -> Any:
             f"{path} is truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it"
             " again"
         ) from error
-
-
-def _protocol_of(path: Path) -> int:
-    """Return the protocol number at the beginning of a pickle of protocol 2 or later."""
-    with path.open("rb") as file:
-        return (file.read(2) + b"\0\0")[1]
 
 
 def _open_parts(index: Path) -> Content:

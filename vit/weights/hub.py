@@ -78,7 +78,9 @@ def fetch(name: str) -> HubCopy:
         ) from None
     hub = constants.ENDPOINT
     try:
-        path = snapshot_download(repository, revision=parts[2], allow_patterns=list(FETCHED))
+        folder = Path(
+            snapshot_download(repository, revision=parts[2], allow_patterns=list(FETCHED))
+        )
     except errors.RevisionNotFoundError:
         raise WeightsError(
             f"{name}: {repository} has no revision {parts[2]}: use a branch, a tag or a commit"
@@ -105,7 +107,6 @@ def fetch(name: str) -> HubCopy:
             f" {repository} --local-dir DIR` on a machine with access and pass DIR instead of the"
             " name (init.checkpoint=DIR), or set HF_HOME to a cache with this repository"
         ) from None
-    folder = Path(path)
     if not any((folder / name).exists() for name in WEIGHTS_FILES):
         raise WeightsError(
             f"{name}: {repository} has no model.safetensors, and pickles are not fetched because"

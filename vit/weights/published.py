@@ -85,27 +85,20 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     ]
     if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
         return rows[0]
-    if rows and or_defaults and (model := _from_timm(name)):
-        return _with_tag_note(model, full_name)
+    if or_defaults and (model := _from_timm(name)):
+        tag = model.name.partition(".")[2]
+        note = f"; {full_name} has no tag, so timm's default {tag} determines the settings"
+        return replace(model, source=model.source + (note if tag and "." not in name else ""))
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(
             f"{full_name} is ambiguous, because several weights differ only in their tag: pass"
             f" --model with a tag, such as {tags}"
         )
-    if (model := _from_timm(name)) is None:
-        raise ValueError(
-            f"{full_name} is in neither the table of vit/weights/published_models.py nor"
-            f" {_timm_version()}{_nearest(name)}"
-        )
-    return _with_tag_note(model, full_name) if or_defaults else model
-
-
-def _with_tag_note(model: KnownModel, name: str) -> KnownModel:
-    """Return `model`. If `name` has no tag, note in `source` that timm's default was used."""
-    tag = model.name.partition(".")[2]
-    note = f"; {name} has no tag, so timm's default {tag} determines the settings"
-    return replace(model, source=model.source + (note if tag and "." not in name else ""))
+    raise ValueError(
+        f"{full_name} is in neither the table of vit/weights/published_models.py nor"
+        f" {_timm_version()}{_nearest(name)}"
+    )
 
 
 def _by_settings(path: Path) -> KnownModel | None:
@@ -356,8 +349,8 @@ def with_published_config(
             model, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes"
         )
     config = to_config(model, data_root, val_split, num_classes)
-    class_names = names or None
-    return replace(loaded, config=config, num_classes=num_classes, class_names=class_names), model
+    loaded = replace(loaded, config=config, num_classes=num_classes, class_names=names or None)
+    return loaded, model
 
 
 def _unsupported_family(path: Path, family: str) -> str:
@@ -380,8 +373,10 @@ def describe_published(
     """
     counts = ""
     if num_classes != head_classes:
-        differ = f"the data have {num_classes} classes, but the model has {head_classes}"
-        counts = f"; {differ}: labels are compared by number"
+        counts = (
+            f"; the data have {num_classes} classes, but the model has {head_classes}: labels are"
+            " compared by number"
+        )
     if model.top1 is None or model.top5 is None:
         return f"{model.name}: {model.source}{counts}"
     right1, right5 = (round(top / 100 * VAL_IMAGES) for top in (model.top1, model.top5))
