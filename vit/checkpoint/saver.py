@@ -34,7 +34,7 @@ from vit.loggers.record import Record
 from vit.run_folder import TIMM_CONFIG_FILE, Place, weights_file
 from vit.step import TrainStep
 from vit.system.files import link_to, write_json
-from vit.weights.programs import Subject, timm_config
+from vit.weights.programs import Subject, lacking, timm_config
 from vit.weights.save import HUB_FILES, cannot_write, save_weights
 
 
@@ -222,10 +222,10 @@ class Saver:
         """Make `weights/` readable by timm and transformers: write the model's config, and link the
         file name that they expect to the last weights (the EMA if it exists)."""
         config = config_io.from_dict(self._config, "the run's config")
+        if lacking("timm", config):
+            return
         model = self._train_step.model
         content = timm_config(Subject(model, config, num_classes, self._class_names))
-        if content is None:  # timm lacks this model
-            return
         last = weights_file(self._run_dir, "last", self._train_step.ema is not None)
         path = last.with_name(TIMM_CONFIG_FILE)
         try:

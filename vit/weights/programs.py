@@ -73,8 +73,8 @@ class View:
         else:
             resized = (
                 f"Resize it, keeping its aspect ratio, to cover {self.cover[0]}x{self.cover[1]}"
+                f" ({method})"
             )
-            resized += f" ({method})"
         turned = "Rotate the image by its EXIF orientation. " if self.apply_exif else ""
         colours = "RGB" if len(self.mean) == 3 else "grayscale"
         mean = ", ".join(f"{value:g}" for value in self.mean)
@@ -227,15 +227,13 @@ def _unknown_fields(model: ModelConfig) -> list[str]:
     ]
 
 
-def timm_config(subject: Subject) -> dict[str, Any] | None:
+def timm_config(subject: Subject) -> dict[str, Any]:
     """Return a `config.json` that lets timm and transformers open the weights of `subject`.
 
-    Returns None if timm has no such model. Sizes are passed as arguments, so any ViT name of timm
-    would work. The most similar name is used.
+    timm must not be `lacking` a feature of the model. Sizes are passed as arguments, so any ViT
+    name of timm would work. The most similar name is used.
     """
     config = subject.config
-    if lacking("timm", config):
-        return None
     view = subject.view
     name, arguments = _timm_arguments(subject)
     settings: dict[str, Any] = {

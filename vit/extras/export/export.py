@@ -58,8 +58,10 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
         loaded, published_model = with_published_config(loaded, model_name, data_root="unknown")
         published = f"{published_model.name}, trained elsewhere: {published_model.source}"
         if published_model.top1 is not None:
-            score = f"top-1 {published_model.top1:.2f} % (published, {published_model.source})"
-            published = f"{published_model.name}: {score}"
+            published = (
+                f"{published_model.name}: top-1 {published_model.top1:.2f} % (published,"
+                f" {published_model.source})"
+            )
     elif model_name is not None:
         raise ValueError(
             f"--model {model_name}: {loaded.path} was saved by this project and contains its"
@@ -177,16 +179,14 @@ def _write_weights(subject: Subject, folder: Path, program: str) -> tuple[Path, 
     if program == "npz":
         path = folder / "model.npz"
         np.savez(path, **{name: tensor.numpy() for name, tensor in weights.items()})
-        return path, [line]
-    path = folder / "model.safetensors"
-    save_weights(path, weights, {"format": "pt"})
-    configs: dict[str, Any] = {}
-    if program == "huggingface":
-        configs = huggingface_configs(subject)
+    else:
+        path = folder / "model.safetensors"
+        save_weights(path, weights, {"format": "pt"})
     if program == "timm":
-        configs = {"config.json": timm_config(subject)}
-    for name, content in configs.items():
-        write_json(folder / name, content)
+        write_json(folder / "config.json", timm_config(subject))
+    if program == "huggingface":
+        for name, content in huggingface_configs(subject).items():
+            write_json(folder / name, content)
     return path, [line]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit.config import io as config_io
 from vit.config.schema import Config
@@ -20,23 +20,6 @@ from vit.training.metrics import format_top5, interval95
 from vit.training.model_summary import count_parameters
 from vit.weights.hub import in_words
 from vit.weights.programs import Subject
-
-LIBRARIES = {
-    "timm": "timm",
-    "torchvision": "torchvision",
-    "huggingface": "transformers",
-    "onnx": "onnx",
-    "npz": "timm",
-}
-"""Maps each format to the library name that the Hugging Face Hub uses."""
-PACKAGES = {
-    "timm": "timm",
-    "torchvision": "torchvision safetensors",
-    "huggingface": "transformers torchvision",
-    "onnx": "onnxruntime",
-    "npz": "timm",
-}
-"""Maps each format to the packages it needs in addition to torch and pillow."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +44,7 @@ class Origin:
 
     def begun_from(self) -> dict[str, str] | None:
         """Return the Hub repository, commit and license of the exported or initial weights."""
-        recorded: dict[str, str] | None = (self.start or {}).get("init_source")
-        return self.source or recorded
+        return self.source or (self.start or {}).get("init_source")
 
 
 def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[str, str]) -> str:
@@ -83,8 +65,7 @@ def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[s
     source = origin.begun_from()
     if source is not None:
         rows["From" if origin.source else "Started from"] = in_words(source)
-    if origin.start is not None:
-        start = origin.start
+    if (start := origin.start) is not None:
         rows["Trained by"] = (
             f"`{start.get('command')}`, commit {start.get('git')}, torch {start.get('torch')},"
             f" {start.get('world_size')} rank(s) on {start.get('device')} ({start.get('host')})"
@@ -103,7 +84,7 @@ The settings that differ from the defaults of the training program:
 ```
 """
     return f"""---
-library_name: {LIBRARIES[program]}
+library_name: {FORMATS[program].library}
 pipeline_tag: image-classification
 tags:
 - image-classification
@@ -122,7 +103,7 @@ A Vision Transformer for image classification.
 
 ## Opening it
 
-`pip install torch pillow {PACKAGES[program]}`; then, in this folder:
+`pip install torch pillow {FORMATS[program].packages}`; then, in this folder:
 
 ```python
 {opening_code(program, subject)}```
@@ -209,13 +190,7 @@ def opening_code(program: str, subject: Subject) -> str:
     colours = "RGB" if len(subject.view.mean) == 3 else "L"
     opened = 'Image.open("photo.jpg")'
     photo = f'{opened}.convert("{colours}")'
-    code = {
-        "timm": _TIMM_CODE,
-        "torchvision": _TORCHVISION_CODE,
-        "huggingface": _HUGGINGFACE_CODE,
-        "onnx": _ONNX_CODE,
-        "npz": _NPZ_CODE,
-    }[program]
+    code = FORMATS[program].code
     model = subject.model
     section = subject.config.model
     if subject.view.apply_exif:
@@ -251,7 +226,22 @@ def opening_code(program: str, subject: Subject) -> str:
     return code.strip() + "\n" + _TOP
 
 
-_TIMM_CODE = """
+class Format(NamedTuple):
+    """The library that opens an exported folder."""
+
+    library: str
+    """The library's name on the Hugging Face Hub."""
+    packages: str
+    """The packages that are needed in addition to torch and pillow."""
+    code: str
+    """Python code that loads the folder. `<NAME>` stands for a value of `opening_code`."""
+
+
+FORMATS = {
+    "timm": Format(
+        library="timm",
+        packages="timm",
+        code="""
 import timm
 import torch
 from PIL import Image
@@ -263,9 +253,12 @@ with torch.inference_mode():
     logits = model(transform(<PHOTO>)[None])
 names = model.pretrained_cfg["label_names"] or range(model.num_classes)
 # The same folder for transformers: AutoModelForImageClassification.from_pretrained(".")
-"""
-
-_HUGGINGFACE_CODE = """
+""",
+    ),
+    "huggingface": Format(
+        library="transformers",
+        packages="transformers torchvision",
+        code="""
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, ViTForImageClassification
@@ -276,9 +269,12 @@ inputs = processor(<PHOTO>, return_tensors="pt")
 with torch.inference_mode():
     logits = model(**inputs).logits
 names = model.config.id2label
-"""
-
-_TORCHVISION_CODE = """
+""",
+    ),
+    "torchvision": Format(
+        library="torchvision",
+        packages="torchvision safetensors",
+        code="""
 import json
 
 import torch
@@ -310,9 +306,12 @@ transform = v2.Compose(
 with torch.inference_mode():
     logits = model(transform(<PHOTO>)[None])
 names = json.load(open("preprocessing.json"))["class_names"] or range(<NUM_CLASSES>)
-"""
-
-_NPZ_CODE = """
+""",
+    ),
+    "npz": Format(
+        library="timm",
+        packages="timm",
+        code="""
 import json
 
 import timm
@@ -342,9 +341,12 @@ transform = timm.data.create_transform(
 with torch.inference_mode():
     logits = model(transform(<PHOTO>)[None])
 names = json.load(open("preprocessing.json"))["class_names"] or range(<NUM_CLASSES>)
-"""
-
-_ONNX_CODE = """
+""",
+    ),
+    "onnx": Format(
+        library="onnx",
+        packages="onnxruntime",
+        code="""
 import json
 
 import numpy as np
@@ -371,4 +373,6 @@ images = pixels.transpose(2, 0, 1)[None]  # batches of any size work
 session = onnxruntime.InferenceSession("model.onnx")
 logits = torch.from_numpy(session.run(["logits"], {"images": images})[0])
 names = json.load(open("preprocessing.json"))["class_names"] or range(<NUM_CLASSES>)
-"""
+""",
+    ),
+}
