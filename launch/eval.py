@@ -318,7 +318,8 @@ def _read_probes(args: argparse.Namespace, parser: Parser) -> RunProbes | None:
     """Return the probes that the flags request, or None. Exit if a flag is invalid, and raise
     ValueError if vit/extras/probes has been deleted."""
     problems = []
-    flags = ["--knn"] * args.knn + ["--linear-probe"] * args.linear_probe
+    given = {"--knn": args.knn, "--linear-probe": args.linear_probe}
+    flags = [flag for flag, is_given in given.items() if is_given]
     if flags and args.finetune:
         problems.append(f"{' and '.join(flags)}: run eval.py on the fine-tuned run instead")
     if args.k is not None and not args.knn:

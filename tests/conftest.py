@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import families
+import forked_workers
 import hypothesis
 import pytest
 import torch
@@ -78,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests also use one thread (`processes.environment`), because more threads would slow each
     # other down.
     torch.set_num_threads(1)
+    forked_workers.install()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -22,9 +20,6 @@ from vit.system.meter import Meter
 JOBS_WAITING = 4
 """The number of queued jobs per worker: enough to keep the worker busy, but few enough that a
 million jobs need little memory."""
-SERVER_PATH_BYTES = 70
-"""The maximum length of the path of the temporary folder, in which the fork server creates a
-socket. The kernel limits the path of the socket, which is 32 bytes longer, to 103 bytes (macOS)."""
 
 
 def run_jobs(
@@ -44,11 +39,8 @@ def run_jobs(
     when the job finishes, and {} is returned. The first error stops all jobs and is raised. Jobs
     that count images stop after at most one more image.
     """
-    # The threads of this process (torch, rich) do not survive a fork, so a server forks workers. It
-    # imports the modules once, which costs each spawned worker 0.3 CPU-seconds.
-    has_short_path = len(os.fsencode(tempfile.gettempdir())) <= SERVER_PATH_BYTES
-    context = multiprocessing.get_context("forkserver" if has_short_path else "spawn")
-    context.set_forkserver_preload([name for name in sys.modules if name.startswith("data_prep.")])
+    # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
+    context = multiprocessing.get_context("spawn")
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)
     stopping = context.Value("b", 0)
@@ -58,9 +50,9 @@ def run_jobs(
     finished_jobs = 0
     workers = max(1, min(workers, num_jobs))
     children_before = set(multiprocessing.active_children())
-    # The server keeps the environment of its start.
-    worker_state = (dict(os.environ), images_done, bytes_done, stopping)
-    with ProcessPoolExecutor(workers, context, _start_worker, worker_state) as pool:
+    with ProcessPoolExecutor(
+        workers, context, _start_worker, (images_done, bytes_done, stopping)
+    ) as pool:
         try:
             with Meter(title, num_images or num_jobs, "images" if num_images else unit) as meter:
                 while True:
@@ -132,10 +124,8 @@ def count_one(num_bytes: int = 0) -> None:
         bytes_done.value += num_bytes
 
 
-def _start_worker(environment: dict[str, str], *counters: Any) -> None:
-    """Set the environment of a worker process, and store the shared counters."""
+def _start_worker(*counters: Any) -> None:
+    """Store the shared counters in a worker process."""
     global _counters
     _counters = counters
-    os.environ.clear()
-    os.environ.update(environment)
     follow_parent()

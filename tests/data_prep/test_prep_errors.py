@@ -293,10 +293,9 @@ def _(place):
     background.wait_for("train-*.json", ".train-*.tar.*.tmp")
     os.kill(
         next(
-            worker
+            child
             for child in children(background.process.pid)
-            for worker in [child, *children(child)]  # the child may be a fork server
-            if "spawn_main" in command_line(worker) or worker != child
+            if "spawn_main" in command_line(child)
         ),
         signal.SIGKILL,
     )

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,11 +18,13 @@ import warm_python
 from proc import children, environment_of
 from processes import TINY, Background, last_step, metrics, run_of
 
+from vit.build import build
 from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.distributed.process_group import World
+from vit.extras.compose import parts_of
 from vit.hooks.monitor import (
     ADVICE_STEPS,
     Monitor,
@@ -32,11 +35,14 @@ from vit.hooks.monitor import (
     sum_up,
 )
 from vit.loggers.record import Record
+from vit.run import Hook
 from vit.system.host import num_cores
 from vit.system.stages import TALLIED, Tally
+from vit.train import train
 from vit.training.plan import make_plan
 from vit.training.step_result import StepResult
 
+ALONE = World(0, 1, torch.device("cpu"))
 ROWS = 12
 PAUSE_S = 0.05
 
@@ -121,6 +127,30 @@ def test_garbage_is_collected_at_log_lines_only():
     with collect_garbage_at_log_lines():
         _collect_garbage(freeze=False)
     assert gc.get_freeze_count() > 0, "objects frozen by other code must stay frozen"
+
+
+class Frozen(Hook):
+    """Counts the frozen objects before each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def loss_limit(self, step: int) -> None:
+        self.counts.append(gc.get_freeze_count())
+
+
+def test_training_freezes_objects_at_its_first_line_of_metrics_only(config, tmp_path):
+    settings = load_config(config, [f"run.dir={tmp_path / 'run'}", *TINY, "log.every_steps=2"])
+    parts = parts_of(settings)
+    frozen = Frozen()
+    gc.unfreeze()
+    train(build(settings, ALONE, (), replace(parts, hooks=(*parts.hooks, frozen))))
+    assert gc.get_freeze_count() == 0
+    before, after = frozen.counts[:2], frozen.counts[4:]
+    assert before == [0, 0]
+    assert min(after) > 100_000
+    assert max(after) == after[0], "later lines must not freeze objects"
+    gc.freeze()
 
 
 def test_waits_of_all_ranks_are_summed_up():

@@ -272,3 +272,18 @@ def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
     assert subprocess.run(locked, capture_output=True, check=False).returncode != 0
     record.close()
     assert subprocess.run(locked, capture_output=True, check=False).returncode == 0
+
+
+def test_a_run_continues_if_the_folder_of_wandb_was_deleted(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "vit.extras.loggers", None)
+    record = record_in(tmp_path, LogConfig())
+    record.start_wandb()
+    record.close()
+    line = capsys.readouterr().err
+    assert line.startswith("wandb: log.wandb=auto needs vit/extras/loggers")
+    assert line.endswith("not installed: metrics.jsonl only (log.wandb=off silences this)\n")
+    record = record_in(tmp_path, LogConfig(wandb="online"))
+    with pytest.raises(ValueError, match=r"log\.wandb=online needs vit/extras/loggers"):
+        record.start_wandb()
+    record.close()

@@ -28,7 +28,7 @@ class Names(NamedTuple):
 SETTINGS = Names(
     "stream.image=",
     "stream.label=",
-    "an index in place of the stream (python -m data_prep.index ROOT --keys-with-dots)",
+    "an index for keys with dots (python -m data_prep.index ROOT --keys-with-dots)",
     "the _info.json of data.root (python -m data_prep.index ROOT --classes names.txt)",
 )
 

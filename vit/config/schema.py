@@ -481,7 +481,7 @@ class EmaConfig(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay per update of the exponential moving average (EMA) of the weights; `None`: no
     average."""
-    warmup: Annotated[bool | Annotated[float, Field(gt=0)], OnlyWith("decay")] = False
+    warmup: Annotated[bool | Annotated[float, Field(gt=0, lt=1)], OnlyWith("decay")] = False
     """Let the decay grow over steps t until it reaches `decay`, so that the average of a short run
     is not mostly the initial weights. `true`: as (1 + t) / (10 + t); a number p: as 1 - (1 + t)^-p
     (timm's ModelEmaV3; 2/3 for its --model-ema-warmup, 3/4 for short runs); `false`: a constant

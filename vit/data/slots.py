@@ -30,7 +30,7 @@ PART_ROWS = 128
 """The number of rows in a part of a batch. Computing the order and the random numbers takes 2 ms
 per part and 0.01 ms per row. Decoding takes 1 ms per row (docs/experiments/)."""
 PREFETCH_BYTES = 2**30
-"""The memory of a ring that holds more batches than its workers need."""
+"""The maximum memory of a ring that holds more batches than its workers need."""
 MAX_READY_BATCHES = 16
 """The default maximum number of ready batches. More ready batches do not reduce waits further."""
 EVAL_READY_BATCHES = 2

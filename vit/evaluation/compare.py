@@ -40,7 +40,7 @@ from vit.weights.class_names import class_mismatch, namings_of, select_classes
 from vit.weights.files import LoadedWeights, load_weights
 
 
-class Probed(Protocol):
+class ProbeResult(Protocol):
     """The result of a probe of the features of a model (`vit.extras.probes`)."""
 
     @property
@@ -58,7 +58,7 @@ class Probed(Protocol):
         """Return the result as one line of text."""
 
 
-RunProbes = Callable[[nn.Module, Config, Split, Augment, World], Sequence[Probed]]
+RunProbes = Callable[[nn.Module, Config, Split, Augment, World], Sequence[ProbeResult]]
 
 
 class Result(NamedTuple):
@@ -70,7 +70,7 @@ class Result(NamedTuple):
     """The object that `launch/eval.py --json` prints."""
     sets: dict[str, tuple[EvalSet, Evaluation]]
     """All sets and their results, keyed by name, `data.val_split` first."""
-    probed: tuple[Probed, ...] = ()
+    probed: tuple[ProbeResult, ...] = ()
     """The results of k-NN and linear probe on `data.val_split`."""
 
 
@@ -119,7 +119,7 @@ def evaluate_weights(
     with world.fail_together():
         _check_finite(by_set, loaded, config.train.precision)
 
-    probed: Sequence[Probed] = ()
+    probed: Sequence[ProbeResult] = ()
     if probes is not None:
         augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
         probed = probes(model, config, split, augment, world)

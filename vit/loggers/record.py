@@ -193,10 +193,17 @@ class Record:
         if not self.is_main:
             return
         mode = wandb_mode(self._config.wandb)
-        if mode != "off":
+        if mode == "off":
+            return
+        try:
             wandb_process = load(
                 "vit.extras.loggers.wandb_logger:WandbProcess", f"log.wandb={self._config.wandb}"
             )
+        except ValueError as missing:
+            if self._config.wandb != "auto":
+                raise
+            self.log(f"wandb: {missing}: metrics.jsonl only (log.wandb=off silences this)")
+        else:
             self._wandb = wandb_process(self._run_dir, mode, self.log)
 
     def start_tensorboard(self) -> None:

@@ -30,7 +30,7 @@ def test_writes_an_offline_part_without_a_service(tmp_path, monkeypatch):
     ToWandb(folder, is_in_use=False).show({}, messages.append)
     (part,) = parts(folder)
     run_id, config, history = read_wandb(part)
-    assert run_id == (folder / "wandb_id").read_text()
+    assert run_id == (folder / "wandb_id").read_text().split()[0]
     assert config["optim"] == {"lr": 0.1}
     assert numbers(history) == recorded(folder)
     assert [row["global_step"] for row in recorded(folder)] == [*range(1, 9), 8]

@@ -204,9 +204,9 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     ("kwargs", "lacking"),
     [
         ("muon --opt-kwargs ns_steps=4", "ns_steps"),
+        ("adamw --opt-kwargs ns_steps=5", "ns_steps"),
         ("muon --opt-kwargs ns_coefficients=polar_express scale_eps=True",
          "ns_coefficients, scale_eps"),
-        ("muon --opt-kwargs adjust_lr_fn=original", "ns_coefficients"),
         ("adafactorbv --opt-kwargs momentum_dtype=float32 decay_rate=0.7 clipping_threshold=1.0",
          "clipping_threshold, decay_rate, momentum_dtype"),
     ],
@@ -216,6 +216,14 @@ def test_an_argument_of_the_optimizer_that_we_lack_or_fix_is_reported(kwargs, la
     (text,) = (f.text for f in imported.reading.findings if f.verdict == "cannot")
     assert text == f"arguments of the optimizer: {lacking}"
     imported.config()
+
+
+def test_the_polynomial_of_timm_beside_the_scale_of_jordan_is_reported():
+    imported = import_recipe(
+        f"python train.py {VIT} --lr 1e-3 --opt muon --opt-kwargs adjust_lr_fn=original"
+    )
+    (text,) = (f.text for f in imported.reading.findings if f.verdict == "cannot")
+    assert text == "ns_coefficients=quintic beside adjust_lr_fn=original"
 
 
 def test_without_augmentation_the_crop_is_the_central_square():

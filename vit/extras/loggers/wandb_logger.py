@@ -4,7 +4,7 @@ The process, `vit/extras/loggers/wandb_process.py`, reads metrics.jsonl, so trai
 its end.
 Online, it runs during training. Offline, it runs after training and writes one folder.
 
-    runs/<name>/wandb_id               one id for all attempts
+    runs/<name>/wandb_id               one id and project for all attempts
     runs/<name>/wandb/run-*/           W&B's own folder of each attempt online
     runs/<name>/wandb/offline-run-*/   the whole run, for `wandb sync`
     runs/<name>/wandb/state.json       whether W&B has rows of this run

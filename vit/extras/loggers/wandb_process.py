@@ -57,8 +57,8 @@ _first_failure = threading.Lock()
 REPORTED = 3
 """The exit status of this script after it printed why it failed."""
 STATE_FILE = "state.json"
-"""A file in `wandb/` with the run's id and project, whether the run was opened online, and
-`num_other_steps`: W&B steps that contain pictures and tables, which are not rows of the record."""
+"""A file in `wandb/` with the run's id, whether the run was opened online, and `num_other_steps`:
+W&B steps that contain pictures and tables, which are not rows of the record."""
 
 
 def remedy(run_dir: Path, mode: str) -> str:
@@ -172,20 +172,14 @@ def _open_run(
     """Open the run on W&B, and return it with the content of `STATE_FILE`."""
     id_file = run_dir / "wandb_id"
     if not id_file.exists() or not id_file.read_text().strip():
-        id_file.write_text(uuid.uuid4().hex[:8])
-    run_id = id_file.read_text().strip()
-    state: dict[str, Any] = {
-        "id": run_id,
-        "is_online": False,
-        "num_other_steps": 0,
-        "project": "vit",
-    }
+        id_file.write_text(f"{uuid.uuid4().hex[:8]}\n{os.environ.get('WANDB_PROJECT') or 'vit'}\n")
+    # The run stays in its project, because an id belongs to one project.
+    run_id, project = id_file.read_text().splitlines()
+    state: dict[str, Any] = {"id": run_id, "is_online": False, "num_other_steps": 0}
     state_file = run_dir / "wandb" / STATE_FILE
     if state_file.exists():
         stored = json.loads(state_file.read_text())
         state = stored if stored["id"] == run_id else state
-    # A later attempt or upload without the variable continues the same W&B run.
-    state["project"] = os.environ.get("WANDB_PROJECT") or state["project"]
     if mode == "offline":
         if state["is_online"] or any(run_dir.glob(f"wandb/offline-run-*-{run_id}/*.synced")):
             raise ValueError("W&B already has rows of this run, which `wandb sync` would duplicate")
@@ -195,7 +189,7 @@ def _open_run(
     provenance = {key: start[key] for key in PROVENANCE if key in start}
     sys.argv = start.get("command", "").split() or sys.argv  # W&B records this as the run's command
     run = wandb.init(
-        project=state["project"],
+        project=project,
         name=run_dir.resolve().name,
         id=run_id,
         dir=str(run_dir),

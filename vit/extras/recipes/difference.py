@@ -36,6 +36,10 @@ _IRRELEVANT = (
 """The settings that change neither the trained weights nor their evaluation."""
 
 
+MAGNITUDE_STD = "augment.magnitude_std"
+"""A setting of timm's policies. A policy of another program has no value for it."""
+
+
 class Difference(NamedTuple):
     """A setting whose values differ between two recipes."""
 
@@ -71,7 +75,8 @@ def compare(first: Config, second: Config) -> list[Difference]:
     for key, (old, new) in unlike.items():
         old = implied[0].get(key) if old is None else old
         new = implied[1].get(key) if new is None else new
-        if key == "run.dir" or old == new:
+        is_unused = key == MAGNITUDE_STD and None in (old, new)
+        if key == "run.dir" or old == new or is_unused:
             continue
         effect = effect_of(key, (old, new))
         differences.append(Difference(key, old, new, effect.kind, effect.text))
@@ -81,9 +86,12 @@ def compare(first: Config, second: Config) -> list[Difference]:
 
 def _implied_values(config: Config) -> dict[str, Any]:
     """Return the values that null settings take, given the model name and the augmentation."""
-    is_timms = config.augment.randaugment_ops.startswith("timm")
-    std = 0.5 if is_timms and config.augment.auto_augment is None else 0.0
-    implied: dict[str, Any] = {"augment.magnitude_std": std}
+    augment = config.augment
+    implied: dict[str, Any] = {}
+    if augment.randaugment_layers and augment.randaugment_ops.startswith("timm"):
+        implied[MAGNITUDE_STD] = 0.5
+    elif augment.auto_augment in ("original", "originalr", "v0", "v0r"):
+        implied[MAGNITUDE_STD] = 0.0
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
     if size is None:
         return implied

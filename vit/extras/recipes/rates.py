@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from vit.config.schema import ScheduleConfig
 from vit.extras.recipes.reading import Reading
 from vit.optim.schedule import lr_at
 
@@ -99,6 +100,8 @@ def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
         return round(epochs * steps_per_epoch) if stated is None else int(stated)
 
     per_epoch = settings.get("schedule.interval") == "epoch"
+    default = ScheduleConfig().decay_fraction
+    decay_fraction = settings.get("schedule.decay_fraction", default)
 
     def rate(time: float) -> float:
         return lr_at(
@@ -110,7 +113,7 @@ def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
             min_lr=settings.get("schedule.min_lr", 0.0),
             warmup_lr=settings.get("schedule.warmup_lr"),
             warmup_prefix=settings.get("schedule.warmup_prefix", True),
-            decay_steps=round(settings.get("schedule.decay_fraction", 0.2) * total),
+            decay_steps=max(round(decay_fraction * total), 1),
             decay_form=settings.get("schedule.decay_form", "1-sqrt"),
             cooldown_steps=steps("cooldown"),
             interval_steps=steps_per_epoch if per_epoch else 1,

@@ -36,14 +36,12 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
 """Maps timm's optimizer names to settings of this project."""
-_FIXED = {
-    "ns_steps": 5,
-    "ns_coefficients": "quintic",
-    "decay_rate": 0.8,
-    "momentum_dtype": "bfloat16",
-    "clipping_threshold": None,
+_FIXED: dict[str, dict[str, Any]] = {
+    "muon": {"ns_steps": 5, "ns_coefficients": "quintic"},
+    "adamuon": {"ns_steps": 5, "ns_coefficients": "quintic"},
+    "adafactorbv": {"decay_rate": 0.8, "momentum_dtype": "bfloat16", "clipping_threshold": None},
 }
-"""Arguments of timm's optimizers that have only this value, timm's default, in this project."""
+"""Maps optimizers to arguments of timm that have only this value, timm's default, here."""
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
 
@@ -259,18 +257,19 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> str:
     reading.cannot(argument, text if name == "adam" else "", settings)
     if "opt_kwargs" not in reading.args:
         return ours
-    fixed = dict(_FIXED)
-    if kwargs.get("adjust_lr_fn") == "original":
-        # This project's Muon then also uses another polynomial, but timm's keeps its default.
+    fixed = dict(_FIXED.get(ours, {}))
+    # This project's Muon then also uses Jordan's polynomial, but timm's keeps its default.
+    is_jordans = ours == "muon" and kwargs.get("adjust_lr_fn") == "original"
+    if is_jordans:
         fixed["ns_coefficients"] = "original"
-        kwargs = {"ns_coefficients": _FIXED["ns_coefficients"], **kwargs}
-    lacking = {
-        key
-        for key, value in kwargs.items()
-        if key not in own and not (key in fixed and value == fixed[key])
-    }
-    text = f"arguments of the optimizer: {', '.join(sorted(lacking))}"
-    reading.cannot("opt_kwargs", text if lacking else "", stated)
+    lacking = kwargs.keys() - own
+    lacking -= {key for key in lacking & fixed.keys() if kwargs[key] == fixed[key]}
+    problems = []
+    if lacking:
+        problems.append(f"arguments of the optimizer: {', '.join(sorted(lacking))}")
+    if is_jordans and "ns_coefficients" not in kwargs:
+        problems.append("ns_coefficients=quintic beside adjust_lr_fn=original")
+    reading.cannot("opt_kwargs", "; ".join(problems), stated)
     return ours
 
 
