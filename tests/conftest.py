@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import families
-import forked_workers
 import hypothesis
 import pytest
 import torch
 import warm_python
 from processes import make_shards, write_config
+from system import forked_workers
 
 # Disable the Hypothesis deadline, because examples would fail on slow machines.
 hypothesis.settings.register_profile(
