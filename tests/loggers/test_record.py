@@ -276,7 +276,7 @@ def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
 
 def test_a_run_continues_if_the_folder_of_wandb_was_deleted(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setitem(sys.modules, "vit.extras.loggers", None)
+    monkeypatch.setitem(sys.modules, "vit.extras.loggers.wandb_logger", None)
     record = record_in(tmp_path, LogConfig())
     record.start_wandb()
     record.close()

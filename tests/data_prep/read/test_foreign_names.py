@@ -145,7 +145,7 @@ def test_options_are_tried_where_one_image_and_one_label_are_plain(members, flag
 def test_a_stream_of_keys_with_dots_is_advised_to_be_indexed():
     advice = remedy({"v1.bmp": b"", "v1.cls": b"1"}, SampleLayout(), SETTINGS)
     assert advice == (
-        "; try an index in place of the stream (python -m data_prep.index ROOT --keys-with-dots)"
+        "; try an index for keys with dots (python -m data_prep.index ROOT --keys-with-dots)"
     )
 
 

@@ -315,7 +315,7 @@ def test_a_stream_of_keys_with_dots_is_refused_with_a_remedy(tmp_path):
     rows = batches.layout.batch_in(memoryview(bytearray(batches.layout.num_bytes)))
     with pytest.raises(
         ShardError,
-        match=r"sample 'class0/000000' has no images .* an index in place of the stream"
+        match=r"sample 'class0/000000' has no images .* an index for keys with dots"
         r" \(python -m data_prep\.index ROOT --keys-with-dots\)",
     ):
         batches.fill(0, 0, rows)
