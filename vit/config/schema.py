@@ -171,8 +171,8 @@ class GuardConfig(Section):
     ] = 100
     """Batches to skip before and after the bad one; 0: skip only the bad one."""
     max_reactions: Positive = 10
-    """Stop after this many consecutive updates that were skipped, because a gradient was not finite
-    or by `on_spike`, or at the first rewind after this many."""
+    """Stop the run after this many consecutive skipped updates, and after this many rewinds instead
+    of one more."""
 
     def rewinds(self) -> bool:
         """Return whether a guard setting allows rewinds."""

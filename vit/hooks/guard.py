@@ -209,9 +209,10 @@ class GuardHook(Hook):
             remedy = "Lower optim.lr or lengthen the warm-up"
             if self._scales_loss:
                 remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
+        setting = f"guard.max_reactions={self._settings.max_reactions}"
         return ValueError(
-            f"step {step + 1}: {problem} (loss {values.loss:.4g}): training has diverged. {remedy};"
-            " the last checkpoint was saved before this step"
+            f"step {step + 1}: {problem} (loss {values.loss:.4g}; {setting}): training has"
+            f" diverged. {remedy}; the last checkpoint was saved before this step"
         )
 
     def _replay(self, step: int) -> str:

@@ -258,7 +258,7 @@ def make_plan(
         warmup_steps=steps(schedule.warmup_steps, schedule.warmup_epochs, 0),
         eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
         log_every_steps=config.log.every_steps or max(min(50, total // 20), 1),
-        decay_steps=max(round(schedule.decay_fraction * total), 1) * (schedule.name == "wsd"),
+        decay_steps=max(round(schedule.decay_fraction * total), 1) if schedule.name == "wsd" else 0,
         cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
     )
     _check_guard(config.guard, total)
