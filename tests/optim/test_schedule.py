@@ -249,6 +249,7 @@ def test_a_decay_at_the_end_takes_a_fraction_of_the_run():
     for schedule, expected in (
         ({"name": "cosine"}, 0),
         ({"name": "wsd"}, 7),
+        ({"name": "wsd", "decay_fraction": 0.01}, 1),
         ({"name": "wsd", "decay_fraction": 0.5, "decay_form": "linear"}, 16),
     ):
         config = from_dict({**values, "schedule": schedule}, "test")
