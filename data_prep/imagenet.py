@@ -44,6 +44,7 @@ from data_prep.read.imagenet_layouts import (
     read_all_labels,
 )
 from data_prep.read.imagenet_search import Search, find_layouts
+from data_prep.read.parquet import read as read_spooled
 from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range
 from vit.data.decode.image_files import MAX_IMAGE_BYTES
@@ -215,7 +216,7 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-READERS = {".tar": read_range, ".images": read_range, ".zip": read_zip_member}
+READERS = {".tar": read_range, ".images": read_spooled, ".zip": read_zip_member}
 
 
 def read(sample: Sample) -> bytes:

@@ -9,10 +9,11 @@ becomes val. Without any of these, `test` becomes val. Without `test`, a tenth o
 class becomes val. An evaluation split is skipped if none of its images has a label (all are null or
 -1).
 
-The schema of the files or `dataset_info` in README.md names the image column, the label column and
-the classes. Otherwise the image is the column of bytes, and the sorted numbers or texts of the
-label column are the classes. A key consists of the row number in the split and the image's name.
-Images are copied once to ROOT/_spool, because parquet has no random access.
+The schema of the first file or `dataset_info` in README.md names the image and label columns.
+Otherwise the image is the column of bytes. Each file records its own class names, so labels are
+matched by name, file by file. If no file records names, the sorted numbers or texts of the label
+column are the classes. A key consists of the row number in the split and the image's name. Images
+are copied once to ROOT/_spool, because parquet has no random access.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import NEXT_LINE, PrepError, require, some
-from data_prep.read.hub_features import choose_column, recorded_features
+from data_prep.read.hub_features import IMAGE_NAMES, LABEL_NAMES, choose_column, recorded_features
 from data_prep.read.image_tree import Ignored, images_below
 from data_prep.read.parquet import (
     Columns,
     count_labels,
     image_fields,
+    label_problem,
     missing_files,
     open_parquet,
+    read,
     spool,
 )
 from data_prep.write.catalogue import Builder, Source
-from data_prep.write.samples import read_range
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -99,7 +101,52 @@ def _split_of(path: Path, source: Path) -> str | None:
 # ---- columns and classes -------------------------------------------------------------------------
 
 
-def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str | None) -> Columns:
+class FileLabels(NamedTuple):
+    """The labels in a parquet file."""
+
+    path: Path
+    counts: Counter[Any]
+    """The number of rows with each value of the label column."""
+    names: list[str]
+    """The class names recorded for this file, [] if there are none. A number is a position."""
+
+    @property
+    def values(self) -> set[Any]:
+        """The values that are labels."""
+        return self.counts.keys() - set(NO_LABEL)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the classes of this file have names."""
+        return bool(self.names) or any(isinstance(value, str | bool) for value in self.values)
+
+    def class_of(self, value: Any) -> Any:
+        """Return the class of a value: its name, or the number itself if there are no names.
+
+        None if the value is none of the recorded classes.
+        """
+        if isinstance(value, str):
+            return value if not self.names or value in self.names else None
+        if self.names:
+            return self.names[value] if value in range(len(self.names)) else None
+        return str(value) if isinstance(value, bool) else value
+
+    def describe(self) -> str:
+        """Return the file name and its classes for a message."""
+        names = self.names or sorted({str(self.class_of(value)) for value in self.values})
+        return f"{self.path.name} ({some(names)})"
+
+
+def read_labels(path: Path, columns: Columns, readmes: Sequence[Path]) -> FileLabels:
+    """Read the labels of a file and the class names that its schema or a README.md records."""
+    with open_parquet(path, columns) as file:
+        names = recorded_features(file.schema_arrow, readmes).class_names.get(columns.label, [])
+        return FileLabels(path, count_labels(file, columns.label), names)
+
+
+def choose_columns(
+    path: Path, readmes: Sequence[Path], image: str | None, label: str | None
+) -> Columns:
     """Choose the columns from a file's schema. image, label: column names given by the user.
 
     Raises PrepError.
@@ -109,46 +156,83 @@ def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str 
     features = recorded_features(schema, readmes)
     names = schema.names
     images = features.images or [name for name in names if image_fields(schema, name)]
+    usual = [name for name in names if name.lower() in LABEL_NAMES]
+    suitable = [name for name in usual if not label_problem(schema, name)]
     texts_or_integers = [
         name
         for name in names
         if re.match("u?int|(large_)?string|dictionary", str(schema.field(name).type))
     ]
-    labels = list(features.class_names) or texts_or_integers
+    # A column named `label` is preferred to a caption, even if its type is not accepted.
+    labels = list(features.class_names) or suitable or usual or texts_or_integers
     label = choose_column(path, "--label-column", label, labels, names)
-    image = choose_column(path, "--image-column", image, images, names)
-    return Columns(image, label, tuple(features.class_names.get(label, ())))
+    if problem := label_problem(schema, label):
+        raise PrepError(f"{path}: {label} {problem}")
+    images = [name for name in images if name != label]
+    if not images and image is None:
+        raise PrepError(
+            f"{path}: no column contains images (bytes, or bytes and path): the columns are "
+            + ", ".join(f"{name} ({schema.field(name).type})" for name in names)
+        )
+    return Columns(choose_column(path, "--image-column", image, images, names, IMAGE_NAMES), label)
 
 
-def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, str]:
-    """Map each value of the label column to its class name, in label order."""
-    values = set[Any]().union(*counts.values()).difference(NO_LABEL)
-    if names := columns.class_names:
-        are_names = all(isinstance(value, str) for value in values)
-        return dict(zip(names if are_names else range(len(names)), names, strict=True))
+def _classes(files: Mapping[str, Sequence[FileLabels]]) -> list[Any]:
+    """Return the classes in label order, as returned by `FileLabels.class_of`.
+
+    files: the files of each split with labels, train first. If the training files record class
+    names, these are the classes, in the order of the first file.
+    """
+    if recorded := dict.fromkeys(name for file in files["train"] for name in file.names):
+        return list(recorded)
+    values = {
+        file.class_of(value)
+        for of_split in files.values()
+        for file in of_split
+        for value in file.values
+    } - {None}
     are_numbers = all(str(value).isdecimal() for value in values)
-    return {value: str(value) for value in sorted(values, key=int if are_numbers else str)}
+    return sorted(values, key=int if are_numbers else str)
 
 
-def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) -> list[str]:
+def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any]) -> list[str]:
     problems = []
-    for split, values in counts.items():
-        if lacking := sum(values[value] for value in NO_LABEL):
+    for split, of_split in files.items():
+        counts = sum((file.counts for file in of_split), Counter[Any]())
+        if lacking := sum(counts[value] for value in NO_LABEL):
             problems.append(
-                f"{split}: {lacking:,} of {values.total():,} images have no label (null or -1):"
+                f"{split}: {lacking:,} of {counts.total():,} images have no label (null or -1):"
                 " remove these rows"
-            )
-        unknown = sorted(map(str, values.keys() - classes.keys() - set(NO_LABEL)))
-        if unknown:
-            problems.append(
-                f"{split}: labels outside the {len(classes):,} classes: {some(unknown)}: correct"
-                " them"
             )
     if len(classes) < 2:
         problems.append(
-            f"train: only one class ({', '.join(classes.values())}): provide at least two, or use"
+            f"train: only one class ({', '.join(map(str, classes))}): provide at least two, or use"
             " another --label-column"
         )
+    labeled = [file for file in chain(*files.values()) if file.values]
+    named = [file for file in labeled if file.has_names]
+    if named and (numbered := [file for file in labeled if not file.has_names]):
+        return [
+            *problems,
+            f"{numbered[0].describe()} has numbers as labels and no class names, but"
+            f" {named[0].describe()} has names: record the class names in all files",
+        ]
+    for file in labeled:
+        if wrong := [
+            str(value)
+            for value in sorted(file.values, key=str)
+            if file.class_of(value) is None or isinstance(value, float)
+        ]:
+            outside = f"outside the {len(file.names):,} classes"
+            kind = outside if file.names else "that are not whole numbers"
+            problems.append(f"{file.path.name}: labels {kind}: {some(wrong)}: correct them")
+        unknown = {file.class_of(value) for value in file.values} - {*classes, None}
+        if unknown and file.has_names:
+            problems.append(
+                f"{file.describe()} has images of {some(sorted(map(str, unknown)))}, which"
+                f" {files['train'][0].describe()} does not list: add this class there, or remove"
+                " these images"
+            )
     return problems
 
 
@@ -174,7 +258,7 @@ def source(
     first = files["train"][0]
     readmes = [folder / "README.md" for folder in (first.parent, first.parent.parent)]
     readmes = [readme for readme in readmes if readme.is_file()]
-    columns = describe(first, readmes, image, label)
+    columns = choose_columns(first, readmes, image, label)
     numbers = ", ".join(f"{split} {len(of_split)}" for split, of_split in files.items())
     print(
         f"parquet files: {numbers}; images: column {columns.image}; labels: {columns.label}",
@@ -188,8 +272,8 @@ def source(
             "val_fraction": val_fraction,
             "partial": allow_partial,
         },
-        partial(_fill, files, columns, val_fraction, allow_partial),
-        read_range,
+        partial(_fill, files, columns, readmes, val_fraction, allow_partial),
+        read,
         inputs=[*chain(*files.values()), *readmes],
     )
 
@@ -197,39 +281,44 @@ def source(
 def _fill(
     files: Mapping[str, Sequence[Path]],
     columns: Columns,
+    readmes: Sequence[Path],
     val_fraction: float | None,
     allow_partial: bool,
     builder: Builder,
 ) -> None:
-    counts = {}
-    for split, paths in files.items():
-        counts[split] = sum((count_labels(path, columns) for path in paths), Counter[Any]())
-        if split != "train" and set(counts[split]) <= set(NO_LABEL):
+    labels = {
+        split: [read_labels(path, columns, readmes) for path in paths]
+        for split, paths in files.items()
+    }
+    for split, of_split in list(labels.items()):
+        if split != "train" and not any(file.values for file in of_split):
             builder.report(f"{split}: its images have no labels, and are left out")
-            del counts[split]
-    classes = _classes(columns, counts)
-    incomplete = [line for split in counts if (line := missing_files(split, files[split]))]
-    if empty := [name for value, name in classes.items() if not counts["train"][value]]:
+            del labels[split]
+    classes = _classes(labels)
+    incomplete = [line for split in labels if (line := missing_files(split, files[split]))]
+    in_train = {file.class_of(value) for file in labels["train"] for value in file.values}
+    if empty := [str(name) for name in classes if name not in in_train]:
         incomplete.append(f"train: classes without images: {some(empty)}")
-    problems = _problems(counts, classes)
+    problems = _problems(labels, classes)
     if incomplete and not allow_partial:
         problems += [*incomplete, "add the missing files, or accept the source with --partial"]
     if problems:
         raise PrepError(f"{files['train'][0].parent}: {NEXT_LINE.join(problems)}")
     for line in incomplete:
         builder.report(f"partial: {line}")
-    builder.classes(list(classes.values()))
-    labels = {value: label for label, value in enumerate(classes)}
-    test_is_val = "val" not in counts and val_fraction is None
-    for split in counts:
+    builder.classes(list(map(str, classes)))
+    label_of = {name: label for label, name in enumerate(classes)}
+    test_is_val = "val" not in labels and val_fraction is None
+    for split, of_split in labels.items():
         first = 0
-        for rows in spool(files[split], builder, columns):
+        for rows, file in zip(spool(files[split], builder, columns), of_split, strict=True):
+            labels_of_file = {value: label_of[file.class_of(value)] for value in file.values}
             stems = [os.path.splitext(os.path.basename(name))[0] for name in rows.names]
             builder.add(
                 "val" if split == "test" and test_is_val else split,
                 builder.file(rows.file),
                 names=[name or f"row {first + row}" for row, name in enumerate(rows.names)],
-                labels=[labels[label] for label in rows.labels],
+                labels=[labels_of_file[value] for value in rows.labels],
                 offsets=rows.offsets,
                 sizes=rows.sizes,
                 keys=[f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],

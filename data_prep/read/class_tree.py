@@ -20,7 +20,7 @@ import numpy as np
 from data_prep.errors import PrepError, readable, some
 from data_prep.read import image_tree
 from data_prep.read.archives import Members, walk_archive
-from data_prep.read.hub_features import USUAL_NAMES, choose_column
+from data_prep.read.hub_features import LABEL_NAMES, choose_column
 from data_prep.read.image_tree import Ignored, images_below, listed
 from data_prep.write.catalogue import Builder
 from data_prep.write.samples import Sample, stable_hash
@@ -131,19 +131,25 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
         return FolderTree(path, label_column)
     rows = _rows_of(table)
     columns = list(rows[0]) if rows else []
-    candidates = [name for name in columns if name.lower() in USUAL_NAMES]
+    candidates = [name for name in columns if name.lower() in LABEL_NAMES]
     if not candidates and not listed(path)[0]:
         candidates = [name for name in columns if name != FILE_NAME]
     if FILE_NAME not in columns or not (candidates or label_column):
         return FolderTree(path, label_column)
     label = choose_column(table, "--label-column", label_column, candidates, columns)
+    if lists := [row[label] for row in rows if isinstance(row.get(label), list)]:
+        raise PrepError(
+            f"{table}: {label} has several values in a row ({str(lists[0])[:40]}); vitline trains"
+            " with one class per image: choose another column with --label-column"
+        )
     by_class: dict[str, list[str]] = {}
     wrong = []
     for row in rows:
-        name = os.path.normpath(row[FILE_NAME] or "")
-        value = "" if row[label] is None else str(row[label]).strip()
+        # A row of metadata.jsonl may lack a field that the first row has.
+        name = os.path.normpath(row.get(FILE_NAME) or "")
+        value = "" if row.get(label) is None else str(row[label]).strip()
         if not value or name.startswith(("..", "/")) or not (path / name).is_file():
-            wrong.append(f"{row[FILE_NAME]} ({value or 'no label'})")
+            wrong.append(f"{row.get(FILE_NAME)} ({value or 'no label'})")
         else:
             by_class.setdefault(value, []).append(name)
     if wrong:

@@ -17,7 +17,8 @@ import yaml
 from data_prep.errors import PrepError, readable
 from vit.system.spelling import did_you_mean
 
-USUAL_NAMES = ("image", "img", "label", "labels", "class", "class_name", "category")
+IMAGE_NAMES = ("image", "img")
+LABEL_NAMES = ("label", "labels", "class", "class_name", "category")
 
 
 @dataclass
@@ -66,13 +67,18 @@ def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def choose_column(
-    place: object, flag: str, name: str | None, candidates: Sequence[str], columns: Sequence[str]
+    place: object,
+    flag: str,
+    name: str | None,
+    candidates: Sequence[str],
+    columns: Sequence[str],
+    usual_names: Sequence[str] = LABEL_NAMES,
 ) -> str:
     """Return the column `name`, the only candidate, or the only candidate with a usual name.
 
     name: the value of `flag`, if the user gave it. place: the file to name in a PrepError.
     """
-    usual = [column for column in candidates if column.lower() in USUAL_NAMES]
+    usual = [column for column in candidates if column.lower() in usual_names]
     possible = usual if len(usual) == 1 else candidates
     if name in columns or (name is None and len(possible) == 1):
         return name or possible[0]

@@ -8,6 +8,7 @@ one row group is in memory at a time.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -23,7 +24,7 @@ import numpy as np
 from data_prep.errors import PrepError, counted
 from data_prep.write.catalogue import Builder
 from data_prep.write.jobs import count_one, run_jobs
-from data_prep.write.samples import stable_hash
+from data_prep.write.samples import Sample, read_range, stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64
@@ -31,11 +32,10 @@ BATCH_ROWS = 64
 
 
 class Columns(NamedTuple):
-    """The names of the image and label columns, and the recorded class names."""
+    """The names of the image and label columns."""
 
     image: str = "image"
     label: str = "label"
-    class_names: tuple[str, ...] = ()
 
 
 class Spooled(NamedTuple):
@@ -61,7 +61,8 @@ def missing_files(split: str, files: Sequence[Path]) -> str:
 def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     """Open the pyarrow ParquetFile at `path`.
 
-    Raises PrepError if the file is not a parquet file, is damaged or lacks `columns`.
+    Raises PrepError if the file is not a parquet file, is damaged, or lacks `columns` of suitable
+    types.
     """
     try:
         import pyarrow
@@ -72,18 +73,40 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             problem = "damaged"
-            schema = file.schema_arrow
-            if columns is not None and not (
-                {columns.image, columns.label} <= set(schema.names)
-                and image_fields(schema, columns.image)
-            ):
-                raise PrepError(
-                    f"{path}: the columns are {', '.join(schema.names)}; expected {columns.image}"
-                    f" (with bytes and path) and {columns.label}"
-                )
+            if columns is not None:
+                _check_columns(path, file.schema_arrow, columns)
             yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise PrepError(f"{path}: {problem} ({error}); download it again") from error
+
+
+def _check_columns(path: Path, schema: Any, columns: Columns) -> None:
+    if not set(columns) <= set(schema.names) or not image_fields(schema, columns.image):
+        raise PrepError(
+            f"{path}: the columns are {', '.join(schema.names)}; expected {columns.image} (with"
+            f" bytes and path) and {columns.label}"
+        )
+    if problem := label_problem(schema, columns.label):
+        raise PrepError(f"{path}: {columns.label} {problem}")
+
+
+def label_problem(schema: Any, name: str) -> str:
+    """Return why a column cannot contain class labels, or ""."""
+    import pyarrow
+
+    kind = schema.field(name).type
+    value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if re.match("u?int|(large_)?string|bool|halffloat|float|double|null", str(value)):
+        return ""
+    if "list" in str(kind).partition("<")[0]:
+        return (
+            f"has several values in a row ({kind}); vitline trains with one class per image: choose"
+            " another column with --label-column"
+        )
+    return (
+        f"has the type {kind}; expected text or numbers: convert the column, or choose another one"
+        " with --label-column"
+    )
 
 
 def image_fields(schema: Any, name: str) -> set[str]:
@@ -101,7 +124,7 @@ def image_fields(schema: Any, name: str) -> set[str]:
 def _place(path: Path, columns: Columns, spool: Path) -> Path:
     """Return a unique path for the copy of a parquet file's images."""
     status = path.stat()
-    parts = (os.path.abspath(path), status.st_size, status.st_mtime_ns, *columns[:2])
+    parts = (os.path.abspath(path), status.st_size, status.st_mtime_ns, *columns)
     return spool / f"{path.stem}-{stable_hash(*parts).hex()}.images"
 
 
@@ -133,7 +156,7 @@ def _read_rows(
 ) -> dict[str, list[Any]]:
     """Return the names, labels and sizes of the rows of a file, and copy the images to `target`.
 
-    A null image becomes 0 bytes, which is unreadable. Without a target, no image is read, and
+    A null image becomes 0 bytes, which `read` rejects. Without a target, no image is read, and
     `sizes` is empty.
     """
     rows: dict[str, list[Any]] = {"names": [], "labels": [], "sizes": []}
@@ -148,7 +171,7 @@ def _read_rows(
                 paths = batch.column(columns.image).field("path")
                 names = [name or "" for name in paths.to_pylist()]
             rows["names"] += names
-            rows["labels"] += batch.column(columns.label).to_pylist()
+            rows["labels"] += _labels(batch.column(columns.label))
             if target is not None:
                 image = batch.column(columns.image)
                 data = image.field("bytes") if image.type.num_fields else image
@@ -158,13 +181,32 @@ def _read_rows(
     return rows
 
 
-def count_labels(path: Path, columns: Columns) -> Counter[Any]:
-    """Count the rows of a parquet file by label, reading only the label column."""
+def _labels(column: Any) -> list[Any]:
+    """Return the values of a label column. pandas stores whole numbers as floats if one is
+    missing."""
+    values = column.to_pylist()
+    if not re.search("float|double", str(column.type)):
+        return values
+    values = [None if value is None or math.isnan(value) else value for value in values]
+    return [int(value) if value is not None and value.is_integer() else value for value in values]
+
+
+def count_labels(file: Any, label: str) -> Counter[Any]:
+    """Count the rows of an open parquet file by label, reading only the label column."""
     counts = Counter[Any]()
-    with open_parquet(path, columns) as file:
-        for batch in file.iter_batches(columns=[columns.label], use_threads=False):
-            counts.update(batch.column(0).to_pylist())
+    for batch in file.iter_batches(columns=[label], use_threads=False):
+        counts.update(_labels(batch.column(0)))
     return counts
+
+
+def read(sample: Sample) -> bytes:
+    """Return the copied bytes of an image. Raises ValueError for a row without an image."""
+    if not sample.size:
+        raise ValueError(
+            "the parquet file contains no bytes of this image (null); images must be inside the"
+            " file, because paths are not followed"
+        )
+    return read_range(sample)
 
 
 def _listed(path: Path, columns: Columns) -> Spooled:

@@ -103,3 +103,17 @@ def test_a_column_may_be_named(tmp_path):
     write_csv(tmp_path / "in" / "metadata.csv", listed)
     info = prepared(tmp_path / "in", tmp_path / "out", "--label-column", "breed")
     assert info["class_names"] == ["a", "a/b", "c"]
+
+
+def test_a_row_with_several_labels_or_without_the_field_is_an_error(tmp_path, capsys):
+    write_images(tmp_path / "in", ["0.jpg", "1.jpg"])
+    for label, reason in (
+        ({"label": ["a", "b"]}, "label has several values in a row (['a', 'b'])"),
+        ({}, "1 of 2 rows have no label"),
+    ):
+        listed = [{"file_name": "0.jpg", "label": "a"}, {"file_name": "1.jpg", **label}]
+        text = "".join(f"{json.dumps(row)}\n" for row in listed)
+        (tmp_path / "in" / "metadata.jsonl").write_text(text)
+        assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {tmp_path / 'in' / 'metadata.jsonl'}: {reason}")

@@ -1,6 +1,8 @@
 """Test Parquet files from `datasets` and pyarrow: shards must contain each row once, with the same
 bytes and labels."""
 
+import datetime
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -8,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 from prep_sources import Stored, stored
 from small_shards import image_bytes
 
 from data_prep import parquet
+from vit.data.decode.images import decode
 
 NAMES = ["cat", "dog", "owl"]
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -181,9 +186,13 @@ def test_an_image_that_is_null_is_listed(tmp_path):
     schema = pyarrow.schema([("image", IMAGE), ("label", pyarrow.int64())])
     prepared(by_pyarrow(tmp_path / "train.parquet", listed, schema), tmp_path / "out")
     lines = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    reason = (
+        "the parquet file contains no bytes of this image (null); images must be inside the file,"
+        " because paths are not followed"
+    )
     assert sorted((line["key"], line["reason"]) for line in map(json.loads, lines)) == [
-        ("00000004", "0 bytes"),
-        ("00000006", "0 bytes"),
+        ("00000004", reason),
+        ("00000006", reason),
     ]
 
 
@@ -206,3 +215,148 @@ def test_a_dry_run_copies_nothing(tmp_path, capsys):
     assert parquet.main([str(folder), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
     assert "train: 17 images in 8 shards" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+# ---- each file states its own classes ------------------------------------------------------------
+
+COLORS = {"red": (200, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 200)}
+
+
+def of_colors(path: Path, colors: str, names: list[str] | None, as_text: bool = False) -> None:
+    """Write a file of plain images. names: the file's class names, in the order of its labels."""
+    colors_of_rows = colors.split()
+    images = [
+        {"bytes": jpeg_bytes(Image.new("RGB", (24 + n, 16), COLORS[color])), "path": None}
+        for n, color in enumerate(colors_of_rows)
+    ]
+    labels: list[Any] = list(colors_of_rows)
+    kind: Any = datasets.Value("string" if as_text else "int64")
+    if names is not None:
+        kind = datasets.ClassLabel(names=names)
+    if not as_text:
+        labels = [(names or list(COLORS)).index(color) for color in colors_of_rows]
+    kinds = datasets.Features({"image": datasets.Image(), "label": kind})
+    path.parent.mkdir(exist_ok=True)
+    datasets.Dataset.from_dict({"image": images, "label": labels}, kinds).to_parquet(path)
+
+
+def jpeg_bytes(image: Image.Image) -> bytes:
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=95)
+    return encoded.getvalue()
+
+
+def named_colors(root: Path, split: str) -> list[tuple[str, str]]:
+    """Return the class name and the actual color of each image."""
+    class_names = json.loads((root / "_info.json").read_text())["class_names"]
+    pairs = []
+    for sample in stored(root, split).values():
+        pixel = decode(sample.data).mean((0, 1))
+        color = min(COLORS, key=lambda name: np.abs(pixel - COLORS[name]).sum())
+        pairs.append((class_names[sample.label], color))
+    return pairs
+
+
+FOUR = "red green red green"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train": (FOUR, ["red", "green"]), "validation": (FOUR, ["green", "red"])},
+        {"train": (FOUR, ["red", "green"]), "validation": ("green green", ["green"])},
+        {"train": (FOUR, ["red", "green"]), "validation": (FOUR, ["green", "blue", "red"])},
+        {"train": (FOUR, ["red", "green"]), "validation": (FOUR, None, True)},
+        {"train": (FOUR, None, True), "validation": (FOUR, ["green", "red"])},
+        {
+            "train-0": (FOUR, ["red", "green"]),
+            "train-1": ("green blue red blue", ["green", "blue", "red"]),
+            "test": ("green blue", ["blue", "green"]),
+        },
+    ],
+)
+def test_labels_are_matched_by_the_names_in_each_file(tmp_path, files):
+    """The color of each image tells its class, whatever the numbers in its file mean."""
+    for name, of_file in files.items():
+        of_colors(tmp_path / "in" / f"{name}.parquet", *of_file)
+    prepared(tmp_path / "in", tmp_path / "out", "--num-shards", "1")
+    for split in ("train", "val"):
+        pairs = named_colors(tmp_path / "out", split)
+        assert len(pairs) >= 2
+        assert all(name == color for name, color in pairs), pairs
+
+
+@pytest.mark.parametrize(
+    ("val", "line"),
+    [
+        (
+            ("red blue", ["red", "blue"]),
+            "validation.parquet (red, blue) has images of blue, which train.parquet (red, green)"
+            " does not list: add this class there, or remove these images",
+        ),
+        (
+            ("red green", None),
+            "validation.parquet (0, 1) has numbers as labels and no class names, but train.parquet"
+            " (red, green) has names: record the class names in all files",
+        ),
+    ],
+)
+def test_files_whose_classes_cannot_be_matched_are_named(tmp_path, capsys, val, line):
+    of_colors(tmp_path / "in" / "train.parquet", FOUR, ["red", "green"])
+    of_colors(tmp_path / "in" / "validation.parquet", *val)
+    for flags in ([], ["--partial"]):
+        assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *flags]) == 2
+        assert capsys.readouterr().err.endswith(f"error: {tmp_path / 'in'}: {line}\n")
+    assert not (tmp_path / "out" / "_info.json").exists()
+
+
+LABELS = {
+    "list<int64>": [[0, 1]] * 6,
+    "list<double>": [[0.1, 0.9]] * 6,
+    "struct<id: int64>": [{"id": 0}] * 6,
+    "date32[day]": [datetime.date(2024, 1, 1)] * 6,
+    "binary": [b"cat"] * 6,
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("flags", [[], ["--label-column", "label"]])
+def test_a_label_column_of_another_type_is_one_line(tmp_path, capsys, kind, flags):
+    image = pyarrow.array([image_bytes(n) for n in range(6)])
+    table = pyarrow.table({"image": image, "caption": ["a"] * 6, "label": LABELS[kind]})
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    flags = [str(tmp_path), "--out", str(tmp_path / "out"), *flags]
+    assert parquet.main(flags) == 2
+    reason = f"has the type {kind.replace('item', 'element')}; expected text or numbers"
+    if kind.startswith("list"):
+        reason = "has several values in a row"
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'train.parquet'}: label {reason}")
+    assert error.count("\n") == 1
+
+
+def test_booleans_and_whole_floats_are_labels(tmp_path):
+    """pandas writes floats if a value is missing, and -1 or null in a test split means secret."""
+    for name, values, names in (
+        ("floats", [0.0, 2.0, 10.0] * 4, ["0", "2", "10"]),
+        ("booleans", [True, False] * 6, ["False", "True"]),
+    ):
+        listed = rows(12, label=lambda n, values=values: values[n])
+        path = by_pyarrow(tmp_path / name / "train.parquet", listed)
+        hidden = pyarrow.schema([("image", IMAGE), ("label", pyarrow.float64())])
+        secret = rows(2, 50, label=lambda n: [None, float("nan")][n])
+        by_pyarrow(path.with_name("test.parquet"), secret, hidden)
+        info = prepared(path.parent, tmp_path / name / "out", "--val-fraction", "0")
+        assert info["class_names"] == names
+        labels = {
+            value: names.index(str(int(value) if name == "floats" else value)) for value in values
+        }
+        assert_rows(tmp_path / name / "out", "train", listed, labels)
+
+
+def test_fractions_are_not_labels(tmp_path, capsys):
+    path = by_pyarrow(tmp_path / "train.parquet", rows(6, label=lambda n: n / 2))
+    assert parquet.main([str(path), "--out", str(tmp_path / "out")]) == 2
+    assert "train.parquet: labels that are not whole numbers: 0.5, 1.5, 2.5: correct" in (
+        capsys.readouterr().err
+    )

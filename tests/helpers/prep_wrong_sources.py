@@ -13,7 +13,7 @@ import struct
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -361,6 +361,21 @@ OTHER_SOURCES = {
         },
         at="in.parquet",
     ),
+    "parquet files with several labels in a row": parquet(
+        lambda: {"in.parquet": parquet_of(rows(4, label=lambda n: [n, n + 1]))}, at="in.parquet"
+    ),
+    "parquet files of which only one has class names": parquet(
+        lambda: {
+            "in/train.parquet": named_rows("cat", "dog"),
+            "in/val.parquet": parquet_of(rows(4, label=lambda n: n % 2)),
+        }
+    ),
+    "a parquet file with a class that the training file lacks": parquet(
+        lambda: {
+            "in/train.parquet": named_rows("cat", "dog"),
+            "in/val.parquet": named_rows("dog", "owl"),
+        }
+    ),
     "a parquet file that is cut off": imagenet(
         changed("ImageNet, parquet", cut("train-00001-of-00003.parquet")), at="imagenet-1k"
     ),
@@ -486,17 +501,22 @@ def lacking(column: str, **more: Any) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key != column} | more for row in rows(6)]
 
 
-def invalid_label() -> Files:
-    """Return a file with names of three classes and the label 9."""
+def named_rows(*names: str, labels: Sequence[int] = (0, 1, 0, 1)) -> bytes:
+    """Return a parquet file that records the names of its classes."""
     import datasets
 
-    names = datasets.ClassLabel(names=["cat", "dog", "owl"])
-    kinds = datasets.Features({"image": datasets.Image(), "label": names})
-    schema = datasets.Dataset.from_list(rows(6), features=kinds).data.table.schema
-    listed = rows(6, label=lambda n: (*range(3), 0, 1, 9)[n])
+    kind = datasets.ClassLabel(names=list(names))
+    kinds = datasets.Features({"image": datasets.Image(), "label": kind})
+    schema = datasets.Dataset.from_list(rows(2, label=lambda _: 0), kinds).data.table.schema
+    listed = rows(len(labels), label=lambda n: labels[n])
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed, schema), file)
-    return {"in.parquet": file.getvalue()}
+    return file.getvalue()
+
+
+def invalid_label() -> Files:
+    """Return a file with names of three classes and the label 9."""
+    return {"in.parquet": named_rows("cat", "dog", "owl", labels=(0, 1, 2, 0, 1, 9))}
 
 
 FLAGS = {
@@ -725,7 +745,9 @@ OF_PARQUET = {
         "columns are image, and no name is a usual one: choose one with --label-column": parquets(
             train=lacking("label")
         ),
-        "choose one with --image-column": parquets(train=lacking("image")),
+        r"no column contains images \(bytes, or bytes and path\): .* label \(int64\)": parquets(
+            train=lacking("image")
+        ),
         "label, class are possible: choose one with --label-column": parquets(
             train=lacking("", **{"class": 2})
         ),

@@ -244,6 +244,8 @@ def test_reports_unknown_classes_of_all_sets_together(shards, tmp_path):
     assert len(lines) == 3
     with pytest.raises(ValueError, match="but the model's classes do not: use data"):
         opened(shards, {"mini": {"split": "train"}}, names=[])
+    with pytest.raises(ValueError, match="the model has several classes called class1: use data"):
+        opened(shards, {"mini": {"split": "train"}}, [*NAMES, "class1"], num_classes=4)
 
 
 def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):

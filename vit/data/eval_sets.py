@@ -165,6 +165,11 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
                 f" ({few(missing)}); its own classes are {few(list(model_names))}: use data whose"
                 " classes have the same names"
             )
+        if twice := [name for name in names if list(model_names).count(name) > 1]:
+            raise ValueError(
+                f": the model has several classes called {few(twice)}: use data whose classes have"
+                " unique names, such as WordNet ids"
+            )
         numbers = [output[name] for name in names]
     return None if numbers == list(range(model.num_classes)) else torch.tensor(numbers)
 

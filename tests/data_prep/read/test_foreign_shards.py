@@ -384,3 +384,12 @@ def test_another_layout_replaces_an_earlier_one(tmp_path):
     assert index(root, "--label json:label") == 0
     assert json.loads((root / "train-0.json").read_text())["members"] == {"label": "json:label"}
     assert open_split(root, "train").index["label"].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_several_labels_of_a_sample_are_named_as_such(tmp_path, capsys):
+    samples = [(f"{n}", {"jpg": image(n), "json": as_json(label=[n, n + 1])}) for n in range(3)]
+    write_tar(tmp_path / "train-0.tar", samples)
+    assert index(tmp_path, "--label json:label") == 2
+    assert "'0' has several labels ([0, 1]); vitline trains with one class per image" in (
+        capsys.readouterr().err
+    )

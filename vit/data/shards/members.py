@@ -136,6 +136,10 @@ class SampleLayout:
         number = as_integer(value)
         if number is not None and number >= 0:
             return number
+        if isinstance(value, list):
+            raise InvalidSample(
+                f"has several labels ({str(value)[:40]}); vitline trains with one class per image"
+            )
         text = value.strip() if isinstance(value, str) else repr(value)
         if isinstance(value, str) and text in self._labels:
             return self._labels[text]
