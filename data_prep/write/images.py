@@ -16,12 +16,20 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from data_prep.errors import PrepError
 from data_prep.write import restart_markers
 from vit.data.decode import native
-from vit.data.decode.images import MAX_JPEG_SIDE, check_jpeg, decode_jpeg, open_image, to_mode
+from vit.data.decode.images import (
+    MAX_JPEG_SIDE,
+    check_jpeg,
+    decode_jpeg,
+    open_image,
+    states_16_bits,
+    to_mode,
+)
 from vit.data.decode.jpeg_header import JpegHeader, read_header
 from vit.data.decode.upright import ORIENTATION_TAG, UPRIGHT, orientation_of
 
@@ -29,6 +37,9 @@ REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
 """The `change` of a JPEG that only Pillow can read, because of stray bytes, invalid Huffman codes
 or odd sampling. Its bytes are kept unless another change is named. Published accuracies include
 such images, because most training code does not notice. The loader also falls back to Pillow."""
+DARK_BITS = 14
+"""A 16-bit image is noted as dark if its values have at most this many bits, as in raw data of
+cameras and scanners."""
 EXIF_ORIENTED = "exif_oriented"
 """The key in sidecars and `_info.json` for the number of images whose EXIF orientation was not
 applied."""
@@ -177,7 +188,10 @@ def _by_pillow(
         change = f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
         if is_usable:
             change = REFUSED_BY_STRICT
+        is_16_bit = states_16_bits(image)
         converted = to_mode(image, image.mode if is_usable else "RGB")
+        if is_16_bit:
+            change += _note_on_range(image, converted)
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
     size = image.size
@@ -185,6 +199,21 @@ def _by_pillow(
     if is_usable and policy.target_size(*size) == size and not policy.is_turned(orientation):
         return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)
     return _encode(converted, size, orientation, policy, [change])
+
+
+def _note_on_range(image: Image.Image, rgb: Image.Image) -> str:
+    """Return a note if a 16-bit image is dark because its values may have fewer bits, or ""."""
+    if image.mode.startswith("I"):
+        largest = int(np.asarray(image).max())
+    else:  # Pillow reads the upper 8 bits of colors.
+        largest = int(np.asarray(rgb).max()) << 8 | 255
+    num_bits = largest.bit_length()
+    if num_bits > DARK_BITS:
+        return ""
+    return (
+        f" with no value above {(1 << num_bits) - 1:,} of 65,535 (dark: scale {num_bits}-bit values"
+        " to 16 bits first)"
+    )
 
 
 def _encode(

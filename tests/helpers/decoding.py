@@ -2,6 +2,8 @@
 
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,38 @@ def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndar
     if isinstance(color, str):
         color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
     return (np.abs(shown - np.array(color)) <= tolerance).all(2)
+
+
+def gray_tiff(values: np.ndarray, num_bits: int, photometric: int = 1) -> bytes:
+    """Return a little-endian TIFF of gray values, whose bits are packed (TIFF 6.0)."""
+    bits = (values[..., None] >> np.arange(num_bits - 1, -1, -1)) & 1
+    content = np.packbits(bits.astype(np.uint8).reshape(len(values), -1), axis=1).tobytes()
+    if num_bits == 16:
+        content = values.astype("<u2").tobytes()
+    height, width = values.shape
+    tags = {256: width, 257: height, 258: num_bits, 259: 1, 262: photometric, 277: 1, 278: height}
+    tags |= {273: 8, 279: len(content)}
+    entries = [struct.pack("<HHII", tag, 4, 1, tags[tag]) for tag in sorted(tags)]
+    directory = struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, 8 + len(content)) + content + directory
+
+
+def sixteen_bit_png(values: np.ndarray, significant_bits: int | None = None) -> bytes:
+    """Return a 16-bit PNG of gray values (H, W) or colors (H, W, 3), optionally with sBIT."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + checksum
+
+    height, width = values.shape[:2]
+    color_type = 2 if values.ndim == 3 else 0
+    lines = b"".join(b"\0" + line.tobytes() for line in values.astype(">u2"))
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0)),
+            chunk(b"sBIT", bytes([significant_bits])) if significant_bits else b"",
+            chunk(b"IDAT", zlib.compress(lines)),
+            chunk(b"IEND", b""),
+        )
+    )

@@ -13,6 +13,7 @@ import zlib
 import numpy as np
 import pytest
 from data.decode.fuzz_images import Comparison, encoded, fuzz, kinds, picture, png, without_native
+from decoding import gray_tiff, sixteen_bit_png
 from PIL import EpsImagePlugin, Image
 
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
@@ -115,6 +116,31 @@ def test_sixteen_bit_gray_is_scaled_in_training_as_in_preparation(form):
         assert np.abs(pixels.astype(float) - ramp[..., None] / 257).max() <= 0.5
     prepared = decode(prepare(data, ImagePolicy(jpeg_quality=100)).data)
     assert np.abs(prepared.astype(int) - pixels).max() <= 2
+
+
+GRAY = np.linspace(0, 1, 64 * 96).reshape(64, 96)
+TWELVE = np.round(GRAY * 4095).astype(np.uint16)
+SIXTEEN = np.round(GRAY * 65535).astype(np.uint16)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        gray_tiff(TWELVE, 12),
+        gray_tiff(SIXTEEN, 16),
+        gray_tiff(65535 - SIXTEEN, 16, photometric=0),  # white is zero
+        b"P5 96 64 4095 " + TWELVE.astype(">u2").tobytes(),
+        sixteen_bit_png(TWELVE << 4 | TWELVE >> 8, significant_bits=12),
+    ],
+    ids=["TIFF 12", "TIFF 16", "TIFF 16 inverted", "PGM 4095", "PNG sBIT 12"],
+)
+def test_gray_is_scaled_by_the_range_that_the_file_states(data):
+    for pixels in (decode(data, 1), decode(data, 3)[..., :1]):
+        assert np.abs(pixels[..., 0] - GRAY * 255).max() <= 0.75
+    np.testing.assert_array_equal(decode_box(data, (9, 40, 30, 8)), decode(data)[40:48, 9:39])
+    prepared = prepare(data, ImagePolicy(jpeg_quality=100))
+    assert np.abs(decode(prepared.data)[..., 0] - GRAY * 255).max() <= 3
+    assert "no value above" not in str(prepared.change)
 
 
 @pytest.mark.parametrize(

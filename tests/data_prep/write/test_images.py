@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+from decoding import sixteen_bit_png
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -172,6 +173,26 @@ def test_sixteen_bits_are_scaled_not_clipped(form, change):
     pixels = np.asarray(opened(prepared.data))
     assert pixels.shape == (64, 97, 3)
     assert np.abs(pixels - SIXTEEN[..., None] / 257).max() <= 2
+
+
+@pytest.mark.parametrize(("largest", "num_bits"), [(4095, 12), (1000, 10), (16384, None)])
+def test_a_dark_image_is_noted_because_its_range_is_unknown(largest, num_bits):
+    """Cameras store 12 bits in 16, and nothing in the file states the largest value."""
+    values = np.linspace(0, largest, 64 * 97).round().astype(np.uint16).reshape(64, 97)
+    note = ""
+    if num_bits:
+        note = (
+            f" with no value above {2**num_bits - 1:,} of 65,535 (dark: scale {num_bits}-bit values"
+            " to 16 bits first)"
+        )
+    for data, form in (
+        (encode(Image.fromarray(values), "PNG"), "PNG (I;16)"),
+        (encode(Image.fromarray(values.astype(">u2")), "TIFF"), "TIFF (I;16B)"),
+        (sixteen_bit_png(np.repeat(values[..., None], 3, axis=2)), "PNG (RGB)"),
+    ):
+        prepared = prepare(data, BEST)
+        assert prepared.change == form + note
+        assert np.abs(np.asarray(opened(prepared.data)) - values[..., None] / 257).max() <= 3
 
 
 def test_big_endian_sixteen_bit_images_are_read():

@@ -8,10 +8,11 @@ programs, such as EPS. All decoders produce the same pixels.
 
 Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transparency is dropped
 without blending, palettes are resolved, CMYK is interpreted like Adobe's, and color profiles are
-ignored. There are two exceptions, because clipping would ruin the image. 16-bit gray values are
-scaled to 8 bits (of 16-bit colors, Pillow reads the upper 8). 32-bit integers and floats are
-rejected because their range is unknown. Only the first frame of an animation is used. EXIF
-orientation is ignored, as in all published results, except that Pillow rotates TIFFs.
+ignored. There are two exceptions, because clipping would ruin the image. Gray values of 12 and 16
+bits are scaled to 8 bits by the number of bits that the file states (of 16-bit colors, Pillow reads
+the upper 8). 32-bit integers and floats are rejected because their range is unknown. Only the first
+frame of an animation is used. EXIF orientation is ignored, as in all published results, except that
+Pillow rotates TIFFs.
 
 The size in the header is compared with `MAX_PIXELS` before memory is allocated. Pillow's decoder
 uses 1 to 4 bytes of memory per pixel. Apart from this, only the requested pixels are allocated, so
@@ -46,6 +47,9 @@ JPEGs."""
 MAX_JPEG_SIDE = 65_500
 """The maximum width and height that libjpeg supports."""
 TILE_TAGS = (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
+WHITE_IS_ZERO = 0
+"""The value of TIFF's tag PhotometricInterpretation for inverted gray, which Pillow inverts only in
+images of up to 8 bits."""
 STRIP_PIXELS = 1 << 20
 """The number of pixels to convert at a time, to limit the memory for converting large images."""
 UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
@@ -154,6 +158,11 @@ def _is_jpeg(image: Image.Image) -> bool:
     return image.format in ("JPEG", "MPO")
 
 
+def states_16_bits(image: Image.Image) -> bool:
+    """Return whether the file states 16 bits per sample. `image` must not be decoded yet."""
+    return image.format in ("PNG", "TIFF") and ";16" in str(getattr(image, "tile", ""))
+
+
 def _is_16_bit(image: Image.Image) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG"))
 
@@ -165,7 +174,7 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
     """Decode an image from `open_image` to RGB or L (gray). Raises ValueError."""
     with _reasons():
         _load(image, mode)
-        return _converted(image, mode, _is_16_bit(image))
+        return _converted(image, mode, _gray_levels(image))
 
 
 def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) -> Pixels:
@@ -175,6 +184,7 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
     """
     mode = "RGB" if channels == 3 else "L"
     left, top, width, height = box or (0, 0, *image.size)
+    levels = _gray_levels(image)
     with _reasons():
         num_lines = max(STRIP_PIXELS // width, 1)
         _load(image, mode)
@@ -182,7 +192,7 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
         for line in range(0, height, num_lines):
             stop = min(line + num_lines, height)
             strip = image.crop((left, top + line, left + width, top + stop))
-            converted = np.asarray(_converted(strip, mode, _is_16_bit(image)))
+            converted = np.asarray(_converted(strip, mode, levels))
             pixels[line:stop] = converted.reshape(-1, width, channels)
     return pixels
 
@@ -214,11 +224,31 @@ def _load(image: Image.Image, mode: str) -> None:
     image.info.pop("transparency", None)
 
 
-def _converted(image: Image.Image, mode: str, is_16_bit: bool) -> Image.Image:
-    if is_16_bit:
-        levels, rest = np.divmod(np.asarray(image), 257)  # 65535 = 257 x 255
-        image = Image.fromarray((levels + (rest > 128)).astype(np.uint8))
+def _converted(image: Image.Image, mode: str, levels: Pixels | None) -> Image.Image:
+    if levels is not None:
+        image = Image.fromarray(levels[np.asarray(image)])
     return image if image.mode == mode else image.convert(mode)
+
+
+def _gray_levels(image: Image.Image) -> Pixels | None:
+    """Return the 8-bit level of each value of a 16-bit gray image; None for other images.
+
+    PNG's chunk sBIT does not matter, because encoders scale values of fewer bits up (RFC 2083,
+    9.1). Pillow scales the values of JPEG 2000 and PGM.
+    """
+    if not _is_16_bit(image):
+        return None
+    tags = getattr(image, "tag_v2", {})
+    return _levels(
+        tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0],
+        tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO,
+    )
+
+
+@cache
+def _levels(num_bits: int, is_inverted: bool) -> Pixels:
+    levels = np.linspace(0, 255, 1 << num_bits).round().astype(np.uint8)
+    return levels[::-1] if is_inverted else levels
 
 
 # ---- bytes to pixels -----------------------------------------------------------------------------
