@@ -6,8 +6,7 @@ from pathlib import Path
 from data_prep import COMMANDS
 
 for name in COMMANDS:
-    docstring = (
-        ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""
-    )
+    source = Path(__file__).with_name(f"{name}.py").read_bytes()
+    docstring = ast.get_docstring(ast.parse(source)) or ""
     print(f"python -m data_prep.{name:<12} {docstring.splitlines()[0]}")
 print("Every command has --help. The guide is docs/data.md.")

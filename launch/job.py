@@ -35,7 +35,7 @@ from vit.distributed.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
 from vit.run_folder import LATEST_FILE
 from vit.system.by_name import load
 from vit.system.files import ShardError
-from vit.system.redact import shown
+from vit.system.redact import guard_console, shown
 from vit.system.urls import is_url
 
 FINISHED = 0
@@ -212,6 +212,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
+    guard_console()
     try:
         sys.exit(main())
     except ValueError as error:

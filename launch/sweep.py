@@ -66,7 +66,7 @@ def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
 
 def read_run(folder: Path) -> Row:
     """Read the settings and metrics of a run."""
-    tree = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    tree = yaml.safe_load((folder / CONFIG_FILE).read_text("utf-8"))
     settings = {key: value for key, (_, value) in differences({}, tree).items()}
     lines = read_metrics(folder / METRICS_FILE)
     evaluations = [line for line in lines if line["kind"] == "eval" and "top1" in line]

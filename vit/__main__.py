@@ -78,7 +78,7 @@ def usage() -> str:
 
 
 def _first_line(path: Path) -> str:
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+    return (ast.get_docstring(ast.parse(path.read_bytes())) or "").splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ BROKEN = {
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", errors="surrogateescape") as file:
+    with path.open(encoding="utf-8", newline="", errors="surrogateescape") as file:
         return list(csv.DictReader(file))
 
 
@@ -90,6 +90,23 @@ def test_unreadable_files_are_named_and_counted(predicted, odd_files):
         assert pixels(predicted.out / "sheet.png").shape[0] > 400
     sheets = set[str]() if "report" in DELETED else {"sheet.png"}
     assert {path.name for path in predicted.out.iterdir()} == {"out.csv"} | sheets
+
+
+@pytest.mark.slow
+def test_class_names_that_stdout_cannot_encode_are_escaped(
+    tiny_run, odd_files, tmp_path, monkeypatch
+):
+    names = ["猫", "Käse & Öl", "ひ"]
+    (tmp_path / "names.txt").write_text("\n".join(names), "utf-8")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    flags = ["--csv", tmp_path / "out.csv", "--classes", tmp_path / "names.txt"]
+    image = odd_files / "a" / "cmyk.jpg"
+    done = run("launch/predict.py", "--checkpoint", tiny_run, image, *flags, cold=True)
+    assert done.returncode == 0, done.stderr
+    [row] = rows_of(tmp_path / "out.csv")
+    assert {row["class_1"], row["class_2"], row["class_3"]} == set(names)
+    assert "\\u732b" in done.stdout
+    assert done.stdout.isascii()
 
 
 def test_workers_and_batches_change_nothing(tiny_run, odd_files):

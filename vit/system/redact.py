@@ -189,6 +189,7 @@ class _Guarded:
     """A stream that masks secrets in text, and forwards everything else to `stream`.
 
     Control sequences are escaped, except colors and cursor movements, which progress lines need.
+    Characters that the stream cannot encode are escaped as well.
 
     is_view: ignore failed writes, for example to a full disk, instead of raising OSError.
     """
@@ -199,6 +200,8 @@ class _Guarded:
 
     def write(self, text: str) -> int:
         clean = _COMMANDS.sub(lambda match: repr(match[0])[1:-1], shown(text))
+        encoding = self._stream.encoding or "utf-8"
+        clean = clean.encode(encoding, "backslashreplace").decode(encoding)
         with suppress(*self._lost):
             self._stream.write(clean)
         return len(text)
@@ -218,8 +221,9 @@ class _Guarded:
 def guard_console() -> None:
     """Mask secrets in everything that this process prints, including warnings and stack traces.
 
-    If stderr is a file on a full disk, its text is lost and the run continues. A failed write to
-    stdout is an error, because stdout contains the result of a command.
+    Characters that the stream cannot encode, such as a class name on an ASCII terminal, are printed
+    as escape sequences. If stderr is a file on a full disk, its text is lost and the run continues.
+    A failed write to stdout is an error, because stdout contains the result of a command.
     """
     _open_closed_streams()
     for name in ("stdout", "stderr"):

@@ -185,7 +185,7 @@ def _open_run(
             raise ValueError("W&B already has rows of this run, which `wandb sync` would duplicate")
         state["num_other_steps"] = 0
     config_file = run_dir / "config.yaml"
-    config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
+    config = yaml.safe_load(config_file.read_text("utf-8")) if config_file.exists() else {}
     provenance = {key: start[key] for key in PROVENANCE if key in start}
     sys.argv = start.get("command", "").split() or sys.argv  # W&B records this as the run's command
     run = wandb.init(
@@ -267,7 +267,8 @@ def main() -> None:
     # Slurm sends signals to all processes of a job. Ignore them, to read the record to its end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    lines = os.fdopen(os.dup(1), "w")  # a separate handle, because W&B prints to stdout
+    # a separate handle, because W&B prints to stdout
+    lines = os.fdopen(os.dup(1), "w", errors="backslashreplace")
     os.dup2(2, 1)
 
     def log_line(line: str) -> None:

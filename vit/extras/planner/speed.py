@@ -96,7 +96,7 @@ def _row_seconds(row: dict[str, Any], gpu: Gpu) -> float:
 @cache
 def published_runs() -> list[dict[str, Any]]:
     """Return the published trainings, with the roofline's images per second as `predicted`."""
-    runs: list[dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
+    runs: list[dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_bytes())
     for run in runs:
         forward = Work(*run["work"])
         precision = run["precision"] if run["precision"] in HALF else "bf16"

@@ -47,7 +47,7 @@ def run_state(
     outcome = last.outcome
     by = ""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        by = f" by {json.loads((run_dir / STOPPED_FILE).read_text())['signal'] or 'request'}"
+        by = f" by {json.loads((run_dir / STOPPED_FILE).read_bytes())['signal'] or 'request'}"
     resume = "the same command resumes from its newest checkpoint"
     newest = f"the last line of metrics.jsonl is {age} old"
     sentences = {

@@ -176,7 +176,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
     except ValueError as error:
         config_problem = as_sentence(error)
         if (run_dir / CONFIG_FILE).is_file():
-            config_text = shown((run_dir / CONFIG_FILE).read_text(errors="replace"))
+            config_text = shown((run_dir / CONFIG_FILE).read_text("utf-8", errors="replace"))
     else:
         config_facts = facts.config_facts(source, config, plan)
         config_facts += facts.twin_facts(history, run_dir, config)
@@ -230,7 +230,8 @@ def _curves(run_dir: Path) -> Markup:
     """Return the curves as an SVG element, or "" if they cannot be drawn."""
     svg = ""
     with suppress(Exception), tempfile.TemporaryDirectory() as folder:
-        document = plot_curves(run_dir / METRICS_FILE, Path(folder) / "curves.svg").read_text()
+        path = Path(folder) / "curves.svg"
+        document = plot_curves(run_dir / METRICS_FILE, path).read_text("utf-8")
         svg = document[document.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     # `Markup` prevents escaping. The SVG is safe, because its texts are drawn as outlines.

@@ -53,4 +53,4 @@ def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -
         row_limit=NUM_OPERATORS,
         max_name_column_width=60,
     )
-    (folder / OPERATORS_FILE).write_text(f"{TRACED_STEPS} steps\n{table}\n")
+    (folder / OPERATORS_FILE).write_text(f"{TRACED_STEPS} steps\n{table}\n", "utf-8")
