@@ -42,7 +42,7 @@ from vit.layers.init import draw_as, lecun_normal_
 from vit.layers.norm import LayerScale, NormOf, create_norm
 from vit.layers.patch_embed import NormedPatchEmbed, PatchEmbed
 from vit.layers.posemb import sincos2d_posemb
-from vit.layers.precision import without_autocast
+from vit.layers.precision import weight_dtype, without_autocast
 from vit.layers.presets import PRESETS
 from vit.layers.rope import RotaryEmbedding, rotate
 from vit.layers.swiglu import SwiGLU, SwiGLUPacked
@@ -366,7 +366,7 @@ class VisionTransformer(nn.Module):
                 positions = other.positions(positions)
         if positions is None:
             # The residual path keeps the dtype of the weights, even under autocast.
-            x = x.to(self.patch_embed.proj.weight.dtype)
+            x = x.to(weight_dtype(self.patch_embed, self))
         elif self.no_embed_class:
             x = x + positions
         # z_0 = [x_class; x_p^1 E; ...; x_p^hw E] + E_pos (equation 1)
@@ -378,7 +378,7 @@ class VisionTransformer(nn.Module):
     def forward_head(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits, (B, num_classes), from the tokens of `forward_features`, (B, N, D).
 
-        The logits have the dtype of the head's weight, even under autocast.
+        The logits have the dtype of the head's weights, even under autocast.
         """
         if self.global_pool == "token":
             x = tokens[:, 0]  # y = LN(z_L^0) (equation 4)
@@ -390,7 +390,7 @@ class VisionTransformer(nn.Module):
         # would be equal for one image in 400, and argmax would choose the lower class number. The
         # head performs less than a thousandth of all operations.
         with without_autocast(x.device):
-            x = self.fc_norm(x).to(self.head.weight.dtype)
+            x = self.fc_norm(x).to(weight_dtype(self.head, self))
             logits = self.head(self.pre_logits(x))
             if self.head_dist is None:
                 return logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.layers.norm import create_norm
@@ -42,8 +41,10 @@ class NormedPatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         height, width = self.patch_size
-        patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
-        # (B, C, h, height, w, width) -> (B, h*w, C*height*width), the channel order of proj.weight
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        patches = self.norm_input(patches)
-        return self.norm(F.linear(patches, self.proj.weight.flatten(1), self.proj.bias))
+        # (B, C, H, W) -> (B, h, w, C, height, width)
+        grid = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
+        patches = grid.permute(0, 2, 4, 1, 3, 5)
+        normed = self.norm_input(patches.flatten(3)).view(patches.shape)
+        # Call `proj` instead of multiplying by its weight, so that an adapter (LoRA) may replace it.
+        x = self.proj(normed.permute(0, 3, 1, 4, 2, 5).reshape(images.shape))
+        return self.norm(x.flatten(2).transpose(1, 2))

@@ -6,7 +6,7 @@ import timeit
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SCALE = 2.0**16
@@ -32,6 +32,16 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "meta":  # the meta device has no autocast
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def weight_dtype(*modules: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter in `modules`.
+
+    A layer that replaces another one may have no `weight`: an identity, several layers, an adapter.
+    Weights of quantized layers are not parameters.
+    """
+    parameters = (weight for module in modules for weight in module.parameters())
+    return next(weight.dtype for weight in parameters if weight.is_floating_point())
 
 
 class LossScale:
