@@ -72,7 +72,7 @@ def test_positions_of_grids_that_are_not_square_are_resampled():
     assert load_weights(same, source) == []
     assert equal(same, source)
     with pytest.raises(
-        WeightsError, match=r"13 positions, which do not form a square grid .* pass its grid"
+        WeightsError, match=r"13 positions, which do not form a square grid .* to state the grid"
     ):
         load_weights(other, source)
     with pytest.raises(WeightsError, match="do not form a grid of 5x3"):

@@ -45,6 +45,6 @@ class NormedPatchEmbed(nn.Module):
         grid = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
         patches = grid.permute(0, 2, 4, 1, 3, 5)
         normed = self.norm_input(patches.flatten(3)).view(patches.shape)
-        # Call `proj` instead of multiplying by its weight, so that an adapter (LoRA) may replace it.
+        # Call `proj` instead of multiplying by its weight, so that an adapter may replace it.
         x = self.proj(normed.permute(0, 3, 1, 4, 2, 5).reshape(images.shape))
         return self.norm(x.flatten(2).transpose(1, 2))

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from vit.system.spelling import few
 from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours
-from vit.weights.positions import fit_posemb, fold_prefix_positions
+from vit.weights.positions import PREFIX_TOKENS, fit_positions
 from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
@@ -97,11 +98,7 @@ def load_weights(
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
     if "pos_embed" in source and "pos_embed" in target:
-        notes += fold_prefix_positions(source, target, grid_size(model), grid)
-        source["pos_embed"], posemb_notes = fit_posemb(
-            source["pos_embed"], target["pos_embed"], grid_size(model), grid
-        )
-        notes += posemb_notes
+        notes += fit_positions(source, target, grid_size(model), grid)
     expected = {
         name: value for name, value in target.items() if not (reset_head and name.startswith(head))
     }
@@ -329,7 +326,7 @@ def _read(path: Path) -> LoadedWeights:
         return LoadedWeights(
             path,
             weights,
-            grid_size=_stated_grid(settings, weights),
+            grid_size=_stated_grid(settings, content.options, weights),
             layout=layout.name if layout else "",
             arch=content.arch,
             notes=(*content.notes, *notes, *norm_notes(settings)),
@@ -349,24 +346,33 @@ def _read(path: Path) -> LoadedWeights:
         ) from None
 
 
-def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """Return the position grid stated in timm's or transformers' `config`; None if it is missing.
+def _stated_grid(
+    config: Path, options: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> tuple[int, int] | None:
+    """Return the position grid stated in `config` or `options`; None if neither states one.
 
-    Without this config, 49 positions could mean 7x7 patches, or 6x8 patches and a class token.
+    Without it, 49 positions could mean 7x7 patches, or 6x8 patches and a class token.
+
+    Args:
+        config: timm's or transformers' config.json.
+        options: the command line that the training program stored in the file.
     """
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-        size = (content.get("model_args") or {}).get("img_size") or content.get("image_size")
-        size = size or (content.get("pretrained_cfg") or content)["input_size"][1:]
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        patch = weights["patch_embed.proj.weight"].shape[2:]
-        grid = sides[0] // patch[0], sides[1] // patch[1]
-        length = weights["pos_embed"].shape[1]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # The file is missing or belongs to another program.
-    other_tokens = ("dist_token", "reg_token")
-    prefix = 1 + sum(weights[name].shape[1] for name in other_tokens if name in weights)
-    return grid if math.prod(grid) in (length, length - prefix) else None
+    contents: list[Any] = [options]
+    with suppress(OSError, ValueError):  # The file is missing or belongs to another program.
+        contents.insert(0, json.loads(config.read_text(encoding="utf-8")))
+    for content in contents:
+        with suppress(LookupError, TypeError, AttributeError):
+            made_with = content.get("model_args") or content.get("model_kwargs") or {}
+            size = made_with.get("img_size") or content.get("image_size") or content.get("img_size")
+            size = size or (content.get("pretrained_cfg") or content)["input_size"]
+            sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+            patch = weights["patch_embed.proj.weight"].shape[2:]
+            grid = sides[0] // patch[0], sides[1] // patch[1]
+            length = weights["pos_embed"].shape[1]
+            prefix = sum(weights[name].shape[1] for name in PREFIX_TOKENS if name in weights)
+            if math.prod(grid) in (length, length - prefix):
+                return grid
+    return None
 
 
 def _with_facts(

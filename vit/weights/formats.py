@@ -77,6 +77,8 @@ class Content:
     """One sentence for each choice or omission made during reading."""
     arch: str = ""
     """The model name that the training program stored in the file, or ""."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The command line that the training program stored in the file (timm, DeiT, MAE)."""
 
 
 def read_content(path: str | os.PathLike[str]) -> Content:
@@ -102,15 +104,11 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     opened, metadata = _open(path, head)
     notes: list[str] = []
     tensors = _bare_names(_unpack(opened, path, notes), path)
-    return Content(tensors, metadata, notes, _arch(opened))
-
-
-def _arch(content: Mapping[str, Any]) -> str:
-    """Return the model name in `arch` or in the stored command line (timm, DeiT, MAE); else ""."""
-    args = content.get("args")
+    args = opened.get("args")
     options = vars(args) if isinstance(args, argparse.Namespace) else args
-    names = [options.get("model") if isinstance(options, dict) else None, content.get("arch")]
-    return next((name for name in names if isinstance(name, str)), "")
+    options = options if isinstance(options, dict) else {}
+    names = [name for name in (options.get("model"), opened.get("arch")) if isinstance(name, str)]
+    return Content(tensors, metadata, notes, names[0] if names else "", options)
 
 
 def _instead_of_a_file(path: Path) -> str:

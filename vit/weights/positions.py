@@ -1,13 +1,15 @@
 """Fit the position embeddings of a weights file to a model's grid and prefix tokens.
 
-If only the source has positions for the class token and registers, these positions are added to the
-tokens. The positions of the grid are resampled.
+1. Decide which grid a file's positions have, and if prefix tokens have some   `readings`
+2. Add prefix tokens' positions to these tokens if the model has none          `_fold`
+3. Resample the positions of the patches to the model's grid                   `fit_positions`
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,83 +17,142 @@ from torch import Tensor
 from vit.layers.posemb import resample_posemb
 from vit.system.files import WeightsError
 
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 
-def fold_prefix_positions(
+
+class Reading(NamedTuple):
+    """A possible meaning of a number of positions."""
+
+    grid: tuple[int, int]
+    """The (h, w) of the patches."""
+    num_prefix: int
+    """The number of positions of prefix tokens, which precede those of the patches."""
+
+    def __str__(self) -> str:
+        prefix = f" and {self.num_prefix} for prefix tokens" if self.num_prefix else ""
+        return f"{self.grid[0]}x{self.grid[1]}{prefix}"
+
+
+def readings(
+    source: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    model_grid: tuple[int, int],
+    stated: tuple[int, int] | None,
+) -> list[Reading]:
+    """List the possible meanings of the source's positions, the most likely first; [] if none fits.
+
+    If the file states a grid, no other grid is possible. Otherwise the model's own number of prefix
+    tokens with positions precedes that of other models (DeiT III's tokens have none), as in timm.
+    The model's own grid precedes a square, which most published weights have.
+
+    Args:
+        source, target: state dicts of the file and the model, with `pos_embed`.
+        model_grid: (h, w) of the model's patches.
+        stated: (h, w) that the file or its config states, or None.
+    """
+    length = source["pos_embed"].shape[1]
+    own = target["pos_embed"].shape[1] - math.prod(model_grid)
+    prefixes = (own, 0 if own else _count(_prefix_tokens(source, target)))
+    found: list[Reading] = []
+    for prefix in prefixes:
+        side = math.isqrt(max(length - prefix, 1))
+        grids = [model_grid, (side, side)] if stated is None else [stated]
+        found += [Reading(grid, prefix) for grid in grids]
+    fitting = [each for each in found if math.prod(each.grid) + each.num_prefix == length]
+    return list(dict.fromkeys(fitting))
+
+
+def fit_positions(
     source: dict[str, Tensor],
     target: Mapping[str, Tensor],
     new_grid: tuple[int, int] | None,
     grid: tuple[int, int] | None,
 ) -> list[str]:
-    """Add the class token's and registers' positions to these tokens if the model lacks positions.
+    """Replace `source["pos_embed"]`, (1, n, D), by positions for the model, and list adaptations.
 
-    Returns a note if `source` was changed. source, target: state dicts of file and model. new_grid,
-    grid: (h, w) of the model's patches and of the source's positions, or None if unknown.
+    Positions of the same number and grid are copied. If only the source has positions for prefix
+    tokens, they are added to these tokens; if only the model has them, they are zero.
+
+    Args:
+        source, target: state dicts of the file and the model.
+        new_grid, grid: (h, w) of the model's patches and of the source's positions; None if
+            unknown.
+
+    Raises:
+        WeightsError: the source's number of positions does not fit a grid.
     """
     positions = source["pos_embed"]
-    names = [name for name in ("cls_token", "reg_token") if name in source and name in target]
-    tokens = {name: source[name].to(target[name].dtype) for name in names}
-    widths = {(value.ndim, value.shape[0], value.shape[-1]) for value in tokens.values()}
-    if (
-        new_grid is None
-        or math.prod(new_grid) != target["pos_embed"].shape[1]
-        or widths != {(positions.ndim, 1, positions.shape[-1])}
-    ):
-        return []
-    num_tokens = sum(value.shape[1] for value in tokens.values())
-    length = positions.shape[1]
-    # As in `fit_posemb`, try the caller's grid, then a square, then the model's grid.
-    squares = [(math.isqrt(n),) * 2 for n in (length, length - num_tokens) if n > 0]
-    candidates = [*squares, new_grid] if grid is None else [grid]
-    lengths = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - num_tokens)]
-    if not lengths or lengths[0] == length:
-        return []
-    first = 0
-    for name, token in tokens.items():
-        token_positions = positions[:, first : first + token.shape[1]]
-        source[name] = token + token_positions.to(token.dtype)
-        first += token.shape[1]
-    source["pos_embed"] = positions[:, num_tokens:]
-    prefix = "class token" if num_tokens == 1 else f"{num_tokens} prefix tokens"
-    return [f"the model has no positions for the {prefix}: added the source's to the tokens"]
-
-
-def fit_posemb(
-    source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None
-) -> tuple[Tensor, list[str]]:
-    """Resample `source` (1, n, D) to the positions of `target`, and return the result with a note
-    per adaptation.
-
-    new_grid, grid: (h, w) of the model's patches and of the source's positions; None if unknown.
-    Raises WeightsError if the source's number of positions does not fit a grid.
-    """
-    fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
+    shape = target["pos_embed"].shape
+    fits = positions.ndim == 3 and positions.shape[0] == 1 and positions.shape[2] == shape[2]
     if new_grid is None or not fits:
-        return source, []  # `load_weights` reports the different shapes.
-    num_prefix_tokens = target.shape[1] - math.prod(new_grid)
-    length = source.shape[1]
-    length_of_grid = max(length - num_prefix_tokens, 0)
-    # The source may have positions for its prefix tokens (ViT, DeiT) or not (DeiT III). If `grid`
-    # is None, try a square before the model's grid: 256 positions may be 8x32 or 16x16, and
-    # published weights use squares.
-    squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
-    candidates = [*squares, new_grid] if grid is None else [grid]
-    fitting = [hw for hw in candidates if math.prod(hw) in (length_of_grid, length)]
-    if not fitting:
-        assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
-        raise WeightsError(
-            f"the source's pos_embed has {length} positions, which do not form {assumed} with or"
-            f" without {num_prefix_tokens} for prefix tokens: pass its grid (height, width)"
-        )
-    old_grid = fitting[0]
+        return []  # `load_weights` reports the different shapes.
+    own = shape[1] - math.prod(new_grid)
+    tokens = _prefix_tokens(source, target)
+    length = positions.shape[1]
+    possible = readings(source, target, new_grid, grid)
+    if not possible:
+        raise WeightsError(_unfit(length, own or _count(tokens), grid))
+    (old_grid, num_prefix), *others = possible
     notes = []
-    if num_prefix_tokens and math.prod(old_grid) == length:
-        prefix = source.new_zeros(1, num_prefix_tokens, source.shape[2])
-        source = torch.cat((prefix, source), dim=1)
-        missing = "class token" if num_prefix_tokens == 1 else f"{num_prefix_tokens} prefix tokens"
-        notes.append(f"the source has no positions for the {missing}: zeros are used")
+    if others:
+        notes.append(
+            f"nothing states the grid of the source's {length} positions: read as {possible[0]},"
+            f" but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
+        )
+    if num_prefix > own:
+        positions = _fold(source, positions, tokens)
+        notes.append(
+            f"the model has no positions for the {_prefix(num_prefix)}: added the source's to the"
+            " tokens"
+        )
+    elif num_prefix < own:
+        zeros = positions.new_zeros(1, own, shape[2])
+        positions = torch.cat((zeros, positions), dim=1)
+        notes.append(f"the source has no positions for the {_prefix(own)}: zeros are used")
     if old_grid != tuple(new_grid):
         notes.append(
             f"positions resampled from {old_grid[0]}x{old_grid[1]} to {new_grid[0]}x{new_grid[1]}"
             " (bicubic, antialiased)"
         )
-    return resample_posemb(source, old_grid, new_grid, num_prefix_tokens), notes
+    source["pos_embed"] = resample_posemb(positions, old_grid, new_grid, own)
+    return notes
+
+
+def _prefix_tokens(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the source's class token and registers, (1, n, D) each, in the model's dtype."""
+    width = source["pos_embed"].shape[-1]
+    return {
+        name: source[name].to(target[name].dtype)
+        for name in ("cls_token", "reg_token")
+        if name in source and name in target and source[name].shape[::2] == (1, width)
+    }
+
+
+def _count(tokens: Mapping[str, Tensor]) -> int:
+    return sum(token.shape[1] for token in tokens.values())
+
+
+def _fold(source: dict[str, Tensor], positions: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
+    """Add the positions of `tokens` to these tokens in `source`, and return the other positions."""
+    for name, token in tokens.items():
+        token_positions, positions = positions.tensor_split([token.shape[1]], dim=1)
+        source[name] = token + token_positions.to(token.dtype)
+    return positions
+
+
+def _prefix(num_tokens: int) -> str:
+    return "class token" if num_tokens == 1 else f"{num_tokens} prefix tokens"
+
+
+_STATE_SIZE = (
+    'to state the grid, put a config.json with {"image_size": [HEIGHT, WIDTH]} next to the weights'
+)
+
+
+def _unfit(length: int, num_prefix: int, grid: tuple[int, int] | None) -> str:
+    assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
+    remedy = _STATE_SIZE if grid is None else "state the grid of its own images"
+    return (
+        f"the source's pos_embed has {length} positions, which do not form {assumed} with or"
+        f" without {num_prefix} for prefix tokens: {remedy}"
+    )

@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from operator import floordiv, mul
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,11 @@ def with_published_config(
             " model"
         )
     num_classes = head.shape[0]
+    if name is None and loaded.grid_size is not None:
+        patch = loaded.weights["patch_embed.proj.weight"].shape[2:]
+        if loaded.grid_size != tuple(map(floordiv, model.image_size, patch)):
+            height, width = map(mul, loaded.grid_size, patch)
+            model = replace(model, image_size=(height, width), top1=None, source=NO_NUMBER)
     if loaded.source is not None and model.top1 is None:
         # The file is in a cache folder, so use the repository's name.
         model = replace(model, name=loaded.source["repository"])

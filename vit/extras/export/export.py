@@ -10,9 +10,9 @@ The folder is written under a hidden name and renamed once all files are complet
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from vit.system.files import (
 )
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.layouts import LAYOUTS, from_ours, to_ours
+from vit.weights.positions import readings
 from vit.weights.programs import PROGRAMS, Subject, huggingface_configs, lacking, timm_config
 from vit.weights.published import with_published_config
 from vit.weights.save import save_weights
@@ -75,28 +76,27 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
     if size not in (None, model.image_size):
         config = config_io.with_settings(config, {"model.image_size": size})
         model = create_model(config.model, num_classes=loaded.num_classes)
-    load_weights(model, loaded.weights, loaded.grid_size)
-    model.eval()
-    names = loaded.class_names or []
-    return Subject(model, config, loaded.num_classes, names), loaded, published
+    notes = load_weights(model, loaded.weights, loaded.grid_size)
+    subject = Subject(model.eval(), config, loaded.num_classes, loaded.class_names or [])
+    return subject, replace(loaded, notes=(*loaded.notes, *notes)), published
 
 
 def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     """Return the image size (height, width) that a file's position embeddings were trained for.
 
-    Return None if the size is unknown or follows from the config. The size may differ from the
-    default size of `model`, because weights can be trained at any size.
+    Return None if the size is unknown. The size may differ from the default size of `model`,
+    because weights can be trained at any size.
     """
     grid = grid_size(model)
-    source = loaded.weights.get("pos_embed")
-    target = getattr(model, "pos_embed", None)
-    if loaded.grid_size or grid is None or source is None or target is None:
+    target = model.state_dict()
+    if grid is None or "pos_embed" not in loaded.weights.keys() & target.keys():
         return None
-    length = source.shape[1]
-    numbers = (length - target.shape[1] + math.prod(grid), length)  # with and without prefix tokens
-    side = next((math.isqrt(n) for n in numbers if n > 0 and math.isqrt(n) ** 2 == n), 0)
-    height, width = (size * side // old for size, old in zip(model.image_size, grid, strict=True))
-    return (height, width) if side else None
+    possible = readings(loaded.weights, target, grid, loaded.grid_size)
+    if not possible:
+        return None
+    rows, columns = possible[0].grid
+    height, width = model.image_size
+    return height * rows // grid[0], width * columns // grid[1]
 
 
 def check_holds(program: str, subject: Subject) -> None:
