@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from vit.config import io as config_io
-from vit.config.schema import Config, InitConfig, ModelConfig
+from vit.config.schema import Config, ModelConfig
 from vit.distributed.process_group import World
 from vit.system.files import WeightsError
 from vit.training.run_data import RunData
 from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
+from vit.weights.published import normalization_notes
 from vit.weights.save import bytes_of
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
@@ -81,18 +82,13 @@ def load_initial_weights(
     Hugging Face hub. Rank 0 reads the file and logs how the weights fit the model. Raises
     ValueError on rank 0 if they do not fit, and AlreadyReported on the other ranks.
     """
-    init = config.init
+    checkpoint = config.init.checkpoint
 
     def read() -> dict[str, Any]:
-        assert init.checkpoint is not None, "the caller checks"
-        loaded = read_weights(init.checkpoint)
+        assert checkpoint is not None, "the caller checks"
+        loaded = read_weights(checkpoint)
         for line in _load(
-            model,
-            loaded,
-            init=init,
-            model_config=config.model,
-            class_names=data.class_names,
-            num_classes=data.num_classes,
+            model, loaded, config=config, class_names=data.class_names, num_classes=data.num_classes
         ):
             print(f"{loaded.path}: {line}", file=sys.stderr)
         # Hash the whole file, before classes are selected.
@@ -107,24 +103,24 @@ def load_initial_weights(
 def _load(
     model: nn.Module,
     loaded: LoadedWeights,
-    init: InitConfig,
-    model_config: ModelConfig,
+    config: Config,
     class_names: list[str],
     num_classes: int,
 ) -> list[str]:
     """Load the weights of `init.checkpoint` into `model`, and return notes on their fit."""
+    init = config.init
     if init.select_classes:
         loaded = select_classes(loaded, class_names)
     try:
         notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
     except WeightsError as error:
-        other = _other_model_settings(loaded, model_config)
+        other = _other_model_settings(loaded, config.model)
         raise WeightsError(f"{loaded.path}: {error}{other}") from None
     if not init.reset_head:
         mismatch = class_mismatch(loaded, class_names, num_classes)
         if mismatch:
             notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
-    return loaded.report(notes)
+    return [*loaded.report(notes), *normalization_notes(loaded, config.data)]
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:

@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,13 @@ from vit.run_folder import (
 )
 from vit.system.files import WeightsError
 from vit.system.spelling import few
+from vit.weights.fields import TIMM_OPTIONS
 from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import PREFIX_TOKENS, fit_positions
 from vit.weights.save import HUB_FILES
-from vit.weights.transformers_config import norm_notes
+from vit.weights.transformers_config import network_notes
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """The suffixes of weights files to look for in a folder. The content determines the format."""
@@ -192,6 +193,8 @@ class LoadedWeights:
     uses."""
     arch: str = ""
     """The model name that another program stored with its weights, or ""."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The options of timm's command line that another program stored with its weights."""
     notes: tuple[str, ...] = ()
     """One sentence for each choice or omission made during reading."""
     source: dict[str, str] | None = None
@@ -329,7 +332,10 @@ def _read(path: Path) -> LoadedWeights:
             grid_size=_stated_grid(settings, content.options, weights),
             layout=layout.name if layout else "",
             arch=content.arch,
-            notes=(*content.notes, *notes, *norm_notes(settings)),
+            options={
+                name: content.options[name] for name in TIMM_OPTIONS if content.options.get(name)
+            },
+            notes=(*content.notes, *notes, *network_notes(settings)),
         )
     try:
         return _with_facts(
@@ -368,9 +374,8 @@ def _stated_grid(
             sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
             patch = weights["patch_embed.proj.weight"].shape[2:]
             grid = sides[0] // patch[0], sides[1] // patch[1]
-            length = weights["pos_embed"].shape[1]
             prefix = sum(weights[name].shape[1] for name in PREFIX_TOKENS if name in weights)
-            if math.prod(grid) in (length, length - prefix):
+            if weights["pos_embed"].shape[1] - math.prod(grid) in (0, prefix):
                 return grid
     return None
 

@@ -52,14 +52,18 @@ def readings(
     """
     length = source["pos_embed"].shape[1]
     own = target["pos_embed"].shape[1] - math.prod(model_grid)
-    prefixes = (own, 0 if own else _count(_prefix_tokens(source, target)))
-    found: list[Reading] = []
-    for prefix in prefixes:
-        side = math.isqrt(max(length - prefix, 1))
-        grids = [model_grid, (side, side)] if stated is None else [stated]
-        found += [Reading(grid, prefix) for grid in grids]
-    fitting = [each for each in found if math.prod(each.grid) + each.num_prefix == length]
-    return list(dict.fromkeys(fitting))
+    tokens = () if own else _prefix_tokens(source, target).values()
+    prefixes = (own, sum(token.shape[1] for token in tokens))
+    found = [
+        Reading(grid, prefix)
+        for prefix in prefixes
+        for grid in (
+            [model_grid, (math.isqrt(max(length - prefix, 1)),) * 2] if stated is None else [stated]
+        )
+    ]
+    return [
+        each for each in dict.fromkeys(found) if math.prod(each.grid) + each.num_prefix == length
+    ]
 
 
 def fit_positions(
@@ -88,16 +92,15 @@ def fit_positions(
         return []  # `load_weights` reports the different shapes.
     own = shape[1] - math.prod(new_grid)
     tokens = _prefix_tokens(source, target)
-    length = positions.shape[1]
     possible = readings(source, target, new_grid, grid)
     if not possible:
-        raise WeightsError(_unfit(length, own or _count(tokens), grid))
+        raise WeightsError(_unfit(positions.shape[1], grid))
     (old_grid, num_prefix), *others = possible
     notes = []
     if others:
         notes.append(
-            f"nothing states the grid of the source's {length} positions: read as {possible[0]},"
-            f" but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
+            f"nothing states the grid of the source's {positions.shape[1]} positions: read as"
+            f" {possible[0]}, but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
         )
     if num_prefix > own:
         positions = _fold(source, positions, tokens)
@@ -128,10 +131,6 @@ def _prefix_tokens(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -
     }
 
 
-def _count(tokens: Mapping[str, Tensor]) -> int:
-    return sum(token.shape[1] for token in tokens.values())
-
-
 def _fold(source: dict[str, Tensor], positions: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
     """Add the positions of `tokens` to these tokens in `source`, and return the other positions."""
     for name, token in tokens.items():
@@ -149,10 +148,10 @@ _STATE_SIZE = (
 )
 
 
-def _unfit(length: int, num_prefix: int, grid: tuple[int, int] | None) -> str:
-    assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
-    remedy = _STATE_SIZE if grid is None else "state the grid of its own images"
+def _unfit(length: int, grid: tuple[int, int] | None) -> str:
+    stated = "" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
     return (
-        f"the source's pos_embed has {length} positions, which do not form {assumed} with or"
-        f" without {num_prefix} for prefix tokens: {remedy}"
+        f"the source's pos_embed has {length} positions, which do not form"
+        f" {stated or 'a square grid'} with or without those of prefix tokens:"
+        f" {'state the grid of its own images' if stated else _STATE_SIZE}"
     )

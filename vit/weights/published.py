@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import io as config_io
+from vit.config.schema import DataConfig
 from vit.system.spelling import did_you_mean
+from vit.weights.fields import TIMM_CONFIG, check_fields
 from vit.weights.files import LoadedWeights, find_weights
 from vit.weights.formats import PARTS_FILES
 from vit.weights.layouts import family_of
@@ -47,14 +49,20 @@ SEVERAL_TAGS = ("vit_", "deit3_")
 """The prefixes of names that are ambiguous without a tag, because several weights share a name."""
 
 
-def identify(path: str | Path, name: str | None = None, arch: str = "") -> KnownModel:
+def identify(
+    path: str | Path,
+    name: str | None = None,
+    arch: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> KnownModel:
     """Return the published model whose weights are in the file or Hugging Face folder `path`.
 
     The first available source is used:
     1. `name`, a timm name with or without `timm/` or `hf_hub:timm/`. A name without a tag selects
        timm's default settings.
     2. `config.json` next to the file.
-    3. `arch`, the name stored in the file, if it is a timm name.
+    3. `arch`, the name stored in the file, if it is a timm name. `options`, the command line stored
+       in the file, overrides timm's settings.
     4. The name of the file or its folder.
 
     Raises:
@@ -67,8 +75,9 @@ def identify(path: str | Path, name: str | None = None, arch: str = "") -> Known
     settings = file.parent / "config.json"
     if settings.is_file() and (model := _by_settings(settings)):
         return model
+    model = _from_timm(arch, options) if options else None
     with suppress(ValueError):  # `arch` may be another program's name or a Python class.
-        model = _by_name(arch, or_defaults=True)
+        model = model or _by_name(arch, or_defaults=True)
         # The weights come from a different training run, so the published accuracy does not apply.
         source = NO_NUMBER if model.top1 else model.source
         return replace(model, top1=None, top5=None, source=source)
@@ -116,6 +125,7 @@ def _by_settings(path: Path) -> KnownModel | None:
         return from_transformers(content, path)
     architecture = content["architecture"]
     settings = content.get("pretrained_cfg") or content
+    notes = check_fields({**content, **settings}, TIMM_CONFIG, path)
     made_with = content.get("model_args") or {}
     if content.get("global_pool") == "avg" and own_model(architecture):
         made_with = {"global_pool": "avg", **made_with}
@@ -127,7 +137,7 @@ def _by_settings(path: Path) -> KnownModel | None:
         and replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == model
     ):
         return row
-    model = replace(model, apply_exif=content.get("apply_exif") is True)
+    model = replace(model, apply_exif=content.get("apply_exif") is True, notes=tuple(notes))
     # If the config sets sizes, the architecture's name does not identify the model.
     if {"embed_dim", "depth"} & made_with.keys():
         return replace(model, name=str(path.parent))
@@ -172,8 +182,11 @@ def _longest_prefix(text: str, names: Iterable[str]) -> str:
     )
 
 
-def _from_timm(name: str) -> KnownModel | None:
-    """Return timm's settings for `name`; None if timm does not know it or is not installed."""
+def _from_timm(name: str, options: Mapping[str, Any] | None = None) -> KnownModel | None:
+    """Return timm's settings for `name`; None if timm does not know it or is not installed.
+
+    options: options of timm's command line, which override its settings.
+    """
     try:
         import timm
 
@@ -183,7 +196,11 @@ def _from_timm(name: str) -> KnownModel | None:
     if settings is None:
         return None
     return _from_settings(
-        settings.architecture or name, settings.tag, settings.to_dict(), {}, _timm_version()
+        settings.architecture or name,
+        settings.tag,
+        settings.to_dict() | (options or {}),
+        (options or {}).get("model_kwargs", {}),
+        _timm_version(),
     )
 
 
@@ -320,7 +337,7 @@ def with_published_config(
     """
     family = family_of(loaded.weights)
     try:
-        model = identify(loaded.path, name, loaded.arch)
+        model = identify(loaded.path, name, loaded.arch, loaded.options)
     except ValueError:
         if not family:
             raise
@@ -340,6 +357,12 @@ def with_published_config(
             " model"
         )
     num_classes = head.shape[0]
+    if model.not_softmax or num_classes == 1:
+        reason = model.not_softmax or "its head has one output, whose softmax is always 100 %"
+        raise ValueError(
+            f"{loaded.path}: {reason}: use the model in its own program, or fine-tune it"
+            " (init.checkpoint, init.reset_head)"
+        )
     if name is None and loaded.grid_size is not None:
         patch = loaded.weights["patch_embed.proj.weight"].shape[2:]
         if loaded.grid_size != tuple(map(floordiv, model.image_size, patch)):
@@ -355,8 +378,38 @@ def with_published_config(
             model, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes"
         )
     config = to_config(model, data_root, val_split, num_classes)
-    loaded = replace(loaded, config=config, num_classes=num_classes, class_names=names or None)
+    loaded = replace(
+        loaded,
+        config=config,
+        num_classes=num_classes,
+        class_names=names or None,
+        notes=(*loaded.notes, *model.notes),
+    )
     return loaded, model
+
+
+def normalization_notes(loaded: LoadedWeights, data: DataConfig) -> list[str]:
+    """Return a note if `loaded` was trained with another mean or std than `data` has."""
+    try:
+        trained = loaded.config or to_config(
+            identify(loaded.path, None, loaded.arch, loaded.options), data_root="."
+        )
+        theirs = config_io.from_dict(trained, str(loaded.path)).data
+    except ValueError:  # The model is unknown, or only its evaluation is unsupported.
+        return []
+    differences = [
+        abs(a - b)
+        for a_values, b_values in ((theirs.mean, data.mean), (theirs.std, data.std))
+        # A single value applies to all channels.
+        for a, b in zip(a_values * len(b_values), b_values * len(a_values), strict=True)
+    ]
+    if max(differences) < 0.5 / 255:  # half a level of 8-bit colors
+        return []
+    mean, std = [*theirs.mean], [*theirs.std]
+    return [
+        f"the weights were trained with mean {mean} and std {std}, but this config has mean"
+        f' {[*data.mean]} and std {[*data.std]}: set "data.mean={mean}" "data.std={std}"'
+    ]
 
 
 def _unsupported_family(path: Path, family: str) -> str:

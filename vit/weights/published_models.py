@@ -47,6 +47,10 @@ class KnownModel:
     files: tuple[str, ...] = ()
     head: str = "head"
     """The name of the classifier layer, whose weight has one row per class."""
+    not_softmax: str = ""
+    """The reason why a softmax over the logits would be wrong, or ""."""
+    notes: tuple[str, ...] = ()
+    """One sentence for each field of the program's config that is not used."""
 
 
 def own_model(architecture: str) -> dict[str, Any] | None:

@@ -7,17 +7,51 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from vit.layers.norm import EPS
 from vit.system.files import WeightsError
+from vit.weights.fields import IMAGE_PROCESSOR, VIT_CONFIG, check_fields
 from vit.weights.published_models import HALF, KnownModel
 
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
 """Maps (hidden_size, num_hidden_layers) to the letter of the size."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Maps Pillow's resampling constants to interpolation methods."""
+_VIT: dict[str, Any] = {
+    "size": 224,
+    "resample": 2,
+    "default_to_square": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": HALF[0],
+    "image_std": HALF[1],
+}
+_CLIP = {
+    **_VIT,
+    "default_to_square": False,
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": 224,
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ViT": _VIT,
+    "DeiT": {**_VIT, "size": 256, "resample": 3, "do_center_crop": True, "crop_size": 224},
+    "CLIP": _CLIP,
+    "Bit": _CLIP,
+    "Siglip": {**_VIT, "resample": 3},
+}
+"""Maps transformers' image processors to the values of fields that are missing in a file."""
+MODEL_TYPES = ("vit", "vit_mae")
+ODD_MARGINS = (
+    "transformers crops one pixel further up or left than this project if half of the margin is"
+    " 1.5, 3.5 and so on"
+)
 MAX_NORM_EPS = 1e-5
 """The largest accepted norm epsilon (transformers' default: 1e-12). Up to this value, outputs
 differ only slightly from those of this project's model."""
@@ -29,7 +63,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
     Raises ValueError if the model is not a ViT, or if its preprocessing is unsupported.
     """
     kind = config.get("model_type")
-    if kind not in ("vit", "vit_mae"):
+    if kind not in MODEL_TYPES:
         raise ValueError(
             f"{path} describes a {kind!r} model of Hugging Face's transformers"
             f" ({config.get('architectures')}), expected 'vit' or 'vit_mae': use"
@@ -51,44 +85,79 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
         }
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: {error!r} is missing or wrong: copy it again") from None
-    if config.get("hidden_act", "gelu") != "gelu":
-        raise ValueError(f"{path}: hidden_act is {config['hidden_act']!r}, expected 'gelu'")
+    problem = config.get("problem_type")
+    not_softmax = (
+        f"its config.json has problem_type {problem!r}, but this project classifies with a softmax,"
+        " for one label per image"
+        if problem not in (None, "single_label_classification")
+        else ""
+    )
     view = _view(path.with_name("preprocessor_config.json"), size)
     name = path.parent.absolute().name
-    return KnownModel(name, model, size, **view)
+    return KnownModel(name, model, size, not_softmax=not_softmax, **view)
 
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
-    """Return the preprocessing fields of `KnownModel`. Without a file, use transformers'
-    defaults."""
+    """Return the preprocessing fields of `KnownModel`. Without a file, use ViT's defaults.
+
+    size: (height, width) of the model's images. Raises ValueError if this project cannot preprocess
+    images in the same way.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        content = {}
+        content = {"size": {"height": size[0], "width": size[1]}}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
     try:
-        resample = content.get("resample", 2)
-        if resample not in _RESAMPLE:
-            raise ValueError(f"{path}: resample is {resample}, expected one of {_RESAMPLE}")
-        resize = content.get("size") or {}
-        if not isinstance(resize, dict):
-            resize = {}  # Older files contain only the side, which is also in config.json.
-        shortest = resize.get("shortest_edge")
-        cuts = content.get("do_center_crop") and {"height", "width"} <= {*resize}
-        sides = (resize["height"], resize["width"]) if cuts else size
+        notes = check_fields(content, IMAGE_PROCESSOR, path)
+        kind = content.get("image_processor_type", content.get("feature_extractor_type", "ViT"))
+        kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", kind)
+        content = {**_DEFAULTS.get(kind, {"default_to_square": True}), **content}
+        if lacking := [name for name in _VIT if name not in content]:
+            raise ValueError(
+                f"{path}: {', '.join(lacking)} missing, and the defaults of {kind!r} are unknown:"
+                f" add these fields, or use the processor of {' or '.join(_DEFAULTS)}"
+            )
+        resize = content["size"]
+        if isinstance(resize, int):  # older files
+            keys = ("height", "width") if content["default_to_square"] else ("shortest_edge",)
+            resize = dict.fromkeys(keys, resize)
+        shortest = resize.get("shortest_edge") if len(resize) == 1 else None
+        cover = _height_width(shortest or resize)
+        crops = content.get("do_center_crop") is True
+        end = _height_width(content["crop_size"]) if crops else cover
+        crop_pct = _crop_pct(size, cover)
+        reached = tuple(int(side / crop_pct) for side in size)
+        if (end, reached) != (size, cover) or (shortest and not crops):
+            cropped = f"a center crop of {content['crop_size']}" if crops else "no center crop"
+            raise ValueError(
+                f"{path}: size {content['size']} and {cropped} do not give images of"
+                f" {size[0]}x{size[1]}, the model's size, by a resize and a center crop that this"
+                " project supports: use the model in transformers"
+            )
+        scale = 255 * (content["rescale_factor"] if content["do_rescale"] else 1)
+        mean, std = content["image_mean"], content["image_std"]
+        if not content["do_normalize"]:
+            mean, std = (0.0,) * len(mean), (1.0,) * len(mean)
         return {
-            "mean": tuple(map(float, content.get("image_mean", HALF[0]))),
-            "std": tuple(map(float, content.get("image_std", HALF[1]))),
-            "interpolation": _RESAMPLE[resample],
+            # (x * factor - mean) / std for pixels x in [0, 255], in terms of x / 255.
+            "mean": tuple(float(value) / scale for value in mean),
+            "std": tuple(float(value) / scale for value in std),
+            "interpolation": _RESAMPLE[content["resample"]],
             "crop_mode": "center" if shortest else "squash",
             "apply_exif": content.get("apply_exif") is True,
-            "crop_pct": _crop_pct(size, (shortest, shortest) if shortest else sides),
+            "crop_pct": crop_pct,
+            "notes": (*notes, *([ODD_MARGINS] if shortest else [])),
         }
-    except (AttributeError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path}: a setting has the wrong type ({error}): copy the file again"
         ) from None
+
+
+def _height_width(size: Any) -> tuple[int, int]:
+    return _pair([size["height"], size["width"]] if isinstance(size, dict) else size)
 
 
 def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
@@ -99,27 +168,28 @@ def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
     return crop_pct
 
 
-def norm_notes(path: Path) -> list[str]:
-    """Return a note if the norm epsilon in transformers' `config.json` differs from this project's.
+def network_notes(path: Path) -> list[str]:
+    """Return notes on the fields of transformers' `config.json` that describe the network.
 
-    Raises WeightsError if the epsilon exceeds `MAX_NORM_EPS`, because outputs would then differ too
-    much.
+    Raises WeightsError if the network computes something else, for example because its norm epsilon
+    exceeds `MAX_NORM_EPS`.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not content["model_type"].startswith("vit"):
+        if content["model_type"] not in MODEL_TYPES:
             return []
         eps = float(content.get("layer_norm_eps", 1e-12))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []  # no file, or another program's file
+    notes = check_fields(content, VIT_CONFIG, path)
     if eps == EPS:
-        return []
+        return notes
     text = f"its norms use epsilon {eps:g} (layer_norm_eps), this project's {EPS:g}"
     if eps > MAX_NORM_EPS:
         raise WeightsError(
             f"{path}: {text}, so outputs would differ: use the model in transformers"
         )
-    return [f"{text}: the last digits of logits differ"]
+    return [*notes, f"{text}: the last digits of logits differ"]
 
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:

@@ -38,6 +38,7 @@ from vit.weights.positions import readings
 from vit.weights.programs import PROGRAMS, Subject, huggingface_configs, lacking, timm_config
 from vit.weights.published import with_published_config
 from vit.weights.save import save_weights
+from vit.weights.transformers_config import ODD_MARGINS
 
 ONNX_TOLERANCE = 1e-3
 """The maximum allowed difference between logits, relative to the largest logit. Logits differ
@@ -187,7 +188,8 @@ def _write_weights(subject: Subject, folder: Path, program: str) -> tuple[Path, 
     if program == "huggingface":
         for name, content in huggingface_configs(subject).items():
             write_json(folder / name, content)
-    return path, [line]
+    crops = program == "huggingface" and not subject.view.squash
+    return path, [line, ODD_MARGINS] if crops else [line]
 
 
 def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
