@@ -121,6 +121,45 @@ def another_family(place):
     return place.train(f"init.checkpoint={place.folder / 'resnet.pth'}")
 
 
+def no_grid(place):
+    with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors["pos_embed"] = torch.zeros(1, 7, tensors["pos_embed"].shape[2])
+    torch.save(tensors, place.folder / "rows.pth")
+    return place.train(f"init.checkpoint={place.folder / 'rows.pth'}")
+
+
+def of_transformers(place, outputs: int = 3, processor: object = None, **config: object) -> list:
+    """Write a folder in transformers' format, and return the command that evaluates it."""
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    content = {"model_type": "vit", "architectures": [], "image_size": 224, "patch_size": 16}
+    content |= {**dict.fromkeys(sizes, 1), "layer_norm_eps": 1e-6, **config}
+    (place.folder / "config.json").write_text(json.dumps(content))
+    (place.folder / "preprocessor_config.json").write_text(json.dumps(processor or {}))
+    save_file({"head.weight": torch.zeros(outputs, 1)}, place.folder / "model.safetensors")
+    return ["launch/eval.py", place.folder, "--data", place.folder]
+
+
+def another_activation(place):
+    return of_transformers(place, hidden_act="gelu_new", pruned_heads={"0": [1]})
+
+
+def no_resize(place):
+    return of_transformers(place, processor={"do_resize": False})
+
+
+def another_size(place):
+    return of_transformers(place, processor={"size": {"height": 384, "width": 384}})
+
+
+def several_labels(place):
+    return of_transformers(place, problem_type="multi_label_classification")
+
+
+def one_output(place):
+    return of_transformers(place, outputs=1)
+
+
 def no_place(place):
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         metadata = as_by_another_program(file.metadata())
@@ -187,6 +226,12 @@ SCENARIOS: dict[str, Callable[[Place], list]] = {
     "an evaluation with logits that are NaN or infinite": huge_weights,
     "weights in parts, one of which is missing": missing_part,
     "weights of another family": another_family,
+    "positions that form no grid": no_grid,
+    "a network of transformers that computes something else": another_activation,
+    "preprocessing of transformers without a resize": no_resize,
+    "preprocessing of transformers for another size": another_size,
+    "a model of transformers with several labels per image": several_labels,
+    "a head with one output": one_output,
     "an export to a program that has no place for a part of the model": no_place,
     "an export to a folder that holds something": taken,
     "an export of something else than weights": no_weights,

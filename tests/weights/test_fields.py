@@ -15,6 +15,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from processes import TINY, run_here, write_config
 from safetensors.torch import save_file
 from transformers import (
     AutoImageProcessor,
@@ -305,3 +306,18 @@ def test_another_mean_than_that_of_the_weights_is_noted(tmp_path):
     assert not normalization_notes(published, config.data)
     assert identify(published.path).mean == config.data.mean
     assert len(normalization_notes(published, half.data)) == 1
+
+
+@pytest.mark.slow
+def test_training_prints_the_note_for_the_weights_of_a_run(shards, tmp_path, capfd):
+    config = write_config(tmp_path, shards, steps=1)
+    base = ["launch/train.py", "--config", config, *TINY, "ema.decay=null"]
+    run_here(*base, f"run.dir={tmp_path / 'a'}")
+    half = ["data.mean=[0.5]", "data.std=[0.5]"]
+    started = [f"init.checkpoint={tmp_path / 'a'}", f"run.dir={tmp_path / 'b'}"]
+    run_here(*base, *started, *half)
+    assert (
+        "last.safetensors: the weights were trained with mean [0.485, 0.456, 0.406] and std [0.229,"
+        " 0.224, 0.225], but this config has mean [0.5] and std [0.5]: set"
+        ' "data.mean=[0.485, 0.456, 0.406]" "data.std=[0.229, 0.224, 0.225]"'
+    ) in capfd.readouterr().err
