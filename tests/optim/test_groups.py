@@ -223,7 +223,9 @@ def test_a_network_without_matrices_is_an_error():
 
 
 def test_rejects_an_unknown_depth():
-    with pytest.raises(ValueError, match="Sequential has no list of blocks: remove it"):
+    with pytest.raises(
+        ValueError, match=r"Sequential has no list of blocks: set optim\.layer_decay=null"
+    ):
         parameter_groups(
             nn.Sequential(nn.Linear(2, 2)), NAdamWConfig(name="nadamw", layer_decay=0.5)
         )

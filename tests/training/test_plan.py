@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,29 @@ class TestPlan:
             plan.eval_every_steps,
         ) == (10, 40, 20, 5, 10)
         assert (plan.micro_batch_size, plan.accumulation_steps) == (8, 3)
+
+    @pytest.mark.parametrize("exact", [False, True])
+    @pytest.mark.parametrize("mode", ["batch", "pair"])
+    @pytest.mark.parametrize("world_size", [1, 2, 3])
+    @pytest.mark.parametrize("batch", range(1, 25))
+    def test_the_sizes_of_an_error_work(self, tmp_path, batch, world_size, mode, exact):
+        settings = [f"data.global_batch_size={batch}", "augment.mixup_alpha=0.8"]
+        settings += [f"augment.mixup_mode={mode}", f"train.exact_over_ranks={str(exact).lower()}"]
+        if exact:
+            settings.append("data.micro_batch_size=1024")
+        try:
+            self.plan(tmp_path, world_size, *settings)
+        except ValueError as error:
+            message = str(error)
+        else:
+            return
+        assert "[]" not in message
+        if "does not divide" in message or "mix_group_size from" in message:
+            for size in re.findall(r"\d+", (re.findall(r"\[.*\]", message) or [""])[0]):
+                group = [*settings, f"augment.mix_group_size={size}"]
+                if exact:
+                    group.append(f"data.micro_batch_size={size}")
+                self.plan(tmp_path, world_size, *group)
 
     def test_an_impossible_division_names_the_sizes_that_work(self, tmp_path):
         with pytest.raises(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vit.config.base import VAL, OnlyWith, Section, Selection, height_width
 from vit.config.row_filter import RowFilter
@@ -40,11 +41,29 @@ Rules = dict[str, bool]
 """Maps each message (dotted keys, problem, remedy) to whether its problem exists."""
 
 
-def find_problems(config: Config) -> list[str]:
-    """Return a line, with dotted keys, for each contradiction in `config`."""
+class Problem(NamedTuple):
+    """A contradiction between settings."""
+
+    text: str
+    """The dotted keys, the problem, and the remedy, in one line."""
+    void: tuple[str, ...] = ()
+    """The settings of which one has no effect because of a setting in `because`. A config file's
+    are dropped if the command line gives that setting (`vit.config.io.load_with_origins`)."""
+    because: tuple[str, ...] = ()
+
+
+class Contradictions(ValueError):
+    """All contradictions of a config."""
+
+    def __init__(self, problems: list[Problem]):
+        super().__init__("\n".join(problem.text for problem in problems))
+        self.problems = problems
+
+
+def find_problems(config: Config) -> list[Problem]:
+    """Return each contradiction in `config`."""
     names = type(config).model_fields
     rules = (
-        *(_effect_rules(config, getattr(config, name), f"{name}.") for name in names),
         _training_rules(config),
         _schedule_rules(config.schedule, config.optim),
         _loss_rules(config.loss, config.model.num_classes, config.stream),
@@ -56,11 +75,15 @@ def find_problems(config: Config) -> list[str]:
         _selection_rules(config.data, "data."),
         _source_rules(config),
         _augment_rules(config.augment),
-        _mixing_rules(config.augment, config.train.epochs),
         _grey_rules(config.augment, config.model.in_chans),
         run_rules(config.run),
     )
-    return [problem for part in rules for problem, holds in part.items() if holds]
+    voids = [
+        *(each for name in names for each in _void(config, getattr(config, name), f"{name}.")),
+        *_void_in_sources(config),
+        *_void_by_others(config),
+    ]
+    return voids + [Problem(text) for part in rules for text, holds in part.items() if holds]
 
 
 def _is_given(section: Section, key: str) -> bool:
@@ -68,37 +91,56 @@ def _is_given(section: Section, key: str) -> bool:
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
-def _effect_rules(config: Config, section: Section, prefix: str) -> Rules:
-    """Check settings of `section` that need others (`OnlyWith`). prefix: for example "optim."."""
-    rules: Rules = {}
+def _void(config: Config, section: Section, prefix: str) -> Iterator[Problem]:
+    """Yield the settings of `section` without those they need (`OnlyWith`). prefix: "optim."."""
     for key, field in type(section).model_fields.items():
         for needed in field.metadata if _is_given(section, key) else ():
             if not isinstance(needed, OnlyWith):
                 continue
-            fits, values, remedies = zip(
-                *(_judge(config, section, prefix, each) for each in needed.conditions), strict=True
+            judged = [_judge(config, section, prefix, each) for each in needed.conditions]
+            if any(condition.holds for condition in judged):
+                continue
+            # An item of a list cannot be set on the command line.
+            unset = "remove " if "[" in prefix else ""
+            default = "" if unset else f"={_as_argument(field.default)}"
+            yield Problem(
+                f"{prefix}{key} has no effect with"
+                f" {' and '.join(f'{each.key}={each.value}' for each in judged)}: set"
+                f" {' or '.join(each.remedy for each in judged)}, or"
+                f" {unset}{prefix}{key}{default}",
+                (f"{prefix}{key}",),
+                tuple(each.key for each in judged),
             )
-            problem = (
-                f"{prefix}{key} has no effect with {' and '.join(values)}: set"
-                f" {' or '.join(remedies)}, or remove {prefix}{key}"
-            )
-            rules[problem] = not any(fits)
-    return rules
 
 
-def _judge(config: Config, section: Section, prefix: str, condition: str) -> tuple[bool, str, str]:
-    """Return whether an `OnlyWith` condition holds, the current value, and a remedy."""
+class _Condition(NamedTuple):
+    """A condition of `OnlyWith`, judged for a config."""
+
+    holds: bool
+    key: str
+    value: str
+    remedy: str
+
+
+def _judge(config: Config, section: Section, prefix: str, condition: str) -> _Condition:
+    """Judge an `OnlyWith` condition of a setting in `section`."""
     name, relation, allowed = re.split("(!?=|$)", condition, maxsplit=1)
     owner, _, key = name.rpartition(".")
     name = name if owner else prefix + key
     value: Any = getattr(getattr(config, owner) if owner else section, key)
     text = value if isinstance(value, str) else json.dumps(value)
-    current = f"{name}={shown(text)}"  # a stream command may contain a login
+    current = shown(text)  # a stream command may contain a login
     if relation == "=":
-        return text in allowed.split("|"), current, f"{name}={allowed.replace('|', ' or ')}"
+        remedy = f"{name}={allowed.replace('|', ' or ')}"
+        return _Condition(text in allowed.split("|"), name, current, remedy)
     if relation:
-        return text != allowed, current, f"another {name}"
-    return value not in (None, 0, "none", ()), current, name
+        return _Condition(text != allowed, name, current, f"another {name}")
+    return _Condition(value not in (None, 0, "none", ()), name, current, name)
+
+
+def _as_argument(value: Any) -> str:
+    """Return `value` as it is written after `section.key=`."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _training_rules(config: Config) -> Rules:
@@ -111,13 +153,12 @@ def _training_rules(config: Config) -> Rules:
         rules |= {both: num_given == 2, neither: num_given == 0 and name == "train"}
     optim = config.optim
     return rules | {
-        "optim.adjust_lr_fn=original needs optim.name=muon: use match_rms_adamw or rms_to_rms": (
+        "optim.adjust_lr_fn=original needs optim.name=muon: set"
+        " optim.adjust_lr_fn=match_rms_adamw or rms_to_rms": (
             optim.name == "adamuon" and optim.adjust_lr_fn == "original"
         ),
         "train.exact_over_ranks needs an exact order of samples, but stream.urls has none:"
         " set stream.urls=null": (config.train.exact_over_ranks and config.stream.urls is not None),
-        "init.select_classes keeps rows of the head, but init.reset_head drops the head: set only"
-        " one of them": config.init.select_classes and config.init.reset_head,
     }
 
 
@@ -148,11 +189,9 @@ def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Rules:
         f"schedule.warmup_lr={schedule.warmup_lr} exceeds optim.lr={optim.lr}: lower"
         " schedule.warmup_lr": schedule.warmup_lr is not None and schedule.warmup_lr > optim.lr,
         "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: raise schedule.min_lr,"
-        " or remove schedule.cooldown_epochs": (
+        " or set schedule.cooldown_epochs=null": (
             schedule.cooldown_epochs is not None and schedule.min_lr == 0
         ),
-        f"schedule.final_weight_decay={schedule.final_weight_decay} equals optim.weight_decay:"
-        " remove it": schedule.final_weight_decay == optim.weight_decay,
     }
 
 
@@ -207,11 +246,7 @@ def _stream_rules(stream: StreamConfig) -> Rules:
 
 def _selection_rules(selection: Selection, prefix: str) -> Rules:
     """Check the settings that select samples. prefix: for example "data."."""
-    rules = {
-        f"{prefix}fraction and {prefix}samples_per_class are both given: keep one of them": (
-            selection.fraction is not None and selection.samples_per_class is not None
-        )
-    }
+    rules: Rules = {}
     if selection.filter is not None:
         try:
             RowFilter(selection.filter)
@@ -221,22 +256,78 @@ def _selection_rules(selection: Selection, prefix: str) -> Rules:
 
 
 def _source_rules(config: Config) -> Rules:
-    data = config.data
-    rules = {
-        f"data.{key} has no effect with data.sources: set it in each source": (
-            bool(data.sources) and _is_given(data, key)
-        )
-        for key in Selection.model_fields
-    }
-    for number, source in enumerate(data.sources):
-        prefix = f"data.sources[{number}]."
-        rules |= _effect_rules(config, source, prefix) | _selection_rules(source, prefix)
-    num_weights = sum(source.weight is not None for source in data.sources)
+    sources = config.data.sources
+    rules: Rules = {}
+    for number, source in enumerate(sources):
+        rules |= _selection_rules(source, f"data.sources[{number}].")
+    num_weights = sum(source.weight is not None for source in sources)
     return rules | {
         "data.sources: only some sources have a weight: give a weight to all of them, or to none": (
-            0 < num_weights < len(data.sources)
+            0 < num_weights < len(sources)
         )
     }
+
+
+def _void_in_sources(config: Config) -> Iterator[Problem]:
+    """Yield the settings of `data` that its sources replace, and those without effect in them."""
+    data = config.data
+    for key in Selection.model_fields if data.sources else ():
+        if _is_given(data, key):
+            text = f"data.{key} has no effect with data.sources: set it in each source"
+            yield Problem(text, (f"data.{key}",), ("data.sources",))
+    for number, source in enumerate(data.sources):
+        yield from _void(config, source, f"data.sources[{number}].")
+    for number, each in enumerate((data, *data.sources)):
+        prefix = f"data.sources[{number - 1}]." if number else "data."
+        if each.fraction is not None and each.samples_per_class is not None:
+            keys = (f"{prefix}fraction", f"{prefix}samples_per_class")
+            yield Problem(f"{' and '.join(keys)} are both given: keep one of them", keys, keys)
+
+
+def _void_by_others(config: Config) -> Iterator[Problem]:
+    """Yield settings without effect beside a value of another setting."""
+    augment = config.augment
+    auto = augment.auto_augment
+    if auto is not None and augment.randaugment_layers > 0:
+        policies = ("augment.auto_augment", "augment.randaugment_layers")
+        yield Problem(
+            f"augment.auto_augment={auto} replaces RandAugment: set augment.randaugment_layers=0"
+            " or augment.auto_augment=null",
+            policies,
+            policies,
+        )
+    if config.init.select_classes and config.init.reset_head:
+        heads = ("init.select_classes", "init.reset_head")
+        yield Problem(
+            "init.select_classes keeps rows of the head, but init.reset_head drops the head: set"
+            " init.select_classes=false or init.reset_head=false",
+            heads,
+            heads,
+        )
+    end = augment.mixup_off_epoch
+    epochs = config.train.epochs
+    if end is not None and epochs is not None and end >= epochs:
+        yield Problem(
+            f"augment.mixup_off_epoch={end} has no effect with train.epochs={epochs}: lower it, or"
+            " set augment.mixup_off_epoch=null",
+            ("augment.mixup_off_epoch",),
+            ("train.epochs",),
+        )
+    decay = config.schedule.final_weight_decay
+    if decay is not None and decay == config.optim.weight_decay:
+        yield Problem(
+            f"schedule.final_weight_decay={decay} equals optim.weight_decay: set"
+            " schedule.final_weight_decay=null",
+            ("schedule.final_weight_decay",),
+            ("optim.weight_decay",),
+        )
+    if config.run.local_dir is not None and "://" not in (config.run.dir or ""):
+        yield Problem(
+            "run.local_dir has no effect if run.dir is a folder: set run.dir to a URL, or"
+            " run.local_dir=null",
+            ("run.local_dir",),
+            ("run.dir",),
+        )
 
 
 def _augment_rules(augment: AugmentConfig) -> Rules:
@@ -247,7 +338,6 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
             low > high
         )
     ops = augment.randaugment_ops
-    auto = augment.auto_augment
     magnitude = augment.randaugment_magnitude
     largest = _LARGEST_MAGNITUDE[ops]
     return rules | {
@@ -255,20 +345,10 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
         f" augment.randaugment_ops={ops}: use 0 to {largest}": magnitude > largest,
         f"augment.randaugment_magnitude={magnitude:g} is not an integer: torchvision's scale has"
         " the integers from 0 to 30": ops == "torchvision" and magnitude % 1 != 0,
-        f"augment.auto_augment={auto} replaces RandAugment: set augment.randaugment_layers to 0, or"
-        " remove auto_augment": auto is not None and augment.randaugment_layers > 0,
         f"augment.mix_group_size={augment.mix_group_size} is odd, but augment.mixup_mode=pair needs"
         " pairs: use an even number": (
             augment.mixup_mode == "pair" and augment.mix_group_size % 2 == 1
         ),
-    }
-
-
-def _mixing_rules(augment: AugmentConfig, epochs: float | None) -> Rules:
-    end = augment.mixup_off_epoch
-    return {
-        f"augment.mixup_off_epoch={end} has no effect with train.epochs={epochs}: lower it, or"
-        " remove it": end is not None and epochs is not None and end >= epochs
     }
 
 
@@ -278,10 +358,10 @@ def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
     needs_colour = "needs color images (model.in_chans=3)"
     *_, saturation, hue = augment.color_jitter
     return {
-        f"augment.randaugment_layers {needs_colour}: set it to 0": (
+        f"augment.randaugment_layers {needs_colour}: set augment.randaugment_layers=0": (
             is_grey and augment.randaugment_layers > 0
         ),
-        f"augment.auto_augment {needs_colour}: set it to null": (
+        f"augment.auto_augment {needs_colour}: set augment.auto_augment=null": (
             is_grey and augment.auto_augment is not None
         ),
         f"augment.color_jitter {needs_colour}: set its third and fourth number, saturation and hue,"
@@ -304,8 +384,6 @@ def run_rules(run: RunConfig) -> dict[str, bool]:
         "run.dir: the URL of a run must not have a query (?...): remove it": (
             is_url and "?" in place
         ),
-        "run.local_dir has no effect if run.dir is a folder: set run.dir to a URL, or remove"
-        " run.local_dir": (run.local_dir is not None and "://" not in place),
     }
 
 
@@ -317,7 +395,7 @@ def image_size_rules(config: Config) -> dict[str, bool]:
     name = re.fullmatch(r"vit_.+?([1-9]\d*)", model.name)
     rules = {
         f"schedule.image_sizes does not work with timm's models, such as model.name={model.name}:"
-        " remove it, or use a model of this project, such as vit_s16": (
+        " set schedule.image_sizes=[], or use a model of this project, such as vit_s16": (
             bool(stages) and model.name.startswith("timm/")
         )
     }
@@ -337,7 +415,7 @@ def image_size_rules(config: Config) -> dict[str, bool]:
             f"{key}.until_epoch={stage.until_epoch} is not after {before}, the end of the previous"
             " stage: put the stages in order": stage.until_epoch <= before,
             f"{key}.until_epoch={stage.until_epoch} is not before train.epochs={epochs}, but the"
-            " last epochs use model.image_size: lower it": (
+            " last epochs use model.image_size: lower it, or set schedule.image_sizes=[]": (
                 epochs is not None and stage.until_epoch >= epochs
             ),
             f"{key}.image_size={_side(size)} is also the size of the epochs after it: merge the"

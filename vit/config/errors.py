@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from vit.config.base import Section, SourceConfig
+from vit.config.checks import Contradictions
 from vit.config.hints import all_keys, nearest, sections, union_tags
 from vit.config.schema import EvalSetConfig, ImageSizeStage
 
@@ -47,7 +48,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
                 given_at = list(filter(None, (_origin(key, origins, "") for key in keys)))
                 lines.append(f"{(given_at or [origin])[0]}: {line}")
         elif kind == "extra_forbidden":
-            lines.append(f"{origin}: {_unknown_key(path, rest)}")
+            lines.append(f"{origin}: {_unknown_key(path, rest, item['loc'])}")
         elif kind == "missing" and not rest:
             dotted = ".".join(path)
             lines.append(f"{source}: {dotted} is required{_REQUIRED_HINTS.get(dotted, '')}")
@@ -63,6 +64,24 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
             value_text = json.dumps(value, default=str)
             lines.append(f"{origin}: {place} is {value_text}, expected {_expected(item)}")
     return lines
+
+
+def void_settings(error: ValidationError) -> Iterator[tuple[Key, list[Key]]]:
+    """Yield each setting without effect, and the settings of which one causes this."""
+    for item in error.errors(include_url=False):
+        contradictions = item.get("ctx", {}).get("error")
+        if isinstance(contradictions, Contradictions):
+            for problem in contradictions.problems:
+                for key in problem.void:
+                    yield _key(key), [_key(other) for other in problem.because]
+        elif item["type"] == "extra_forbidden":
+            path, _ = _split(item["loc"], {})
+            if ".".join(path) in all_keys():  # of another optimizer
+                yield path, [("optim", "name")]
+
+
+def _key(dotted: str) -> Key:
+    return tuple(dotted.split("."))
 
 
 def _split(
@@ -88,7 +107,7 @@ def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
     return next(below, source)
 
 
-def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
+def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | str, ...]) -> str:
     dotted = ".".join(path)
     if len(rest) > 1 and dotted in LISTS:
         allowed_keys = ", ".join(LISTS[dotted].model_fields)
@@ -99,7 +118,14 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
         return f"unknown key {name!r}; the keys of an evaluation set are {allowed_keys}"
     keys = all_keys()
     if dotted in keys:
-        return f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
+        fitting = [kind for kind in sections()["optim"] if path[1] in kind.model_fields]
+        names = [
+            name for kind in fitting for name in get_args(kind.model_fields["name"].annotation)
+        ]
+        return (
+            f"{dotted} has no effect with optim.name={location[1]}: remove {dotted}, or set"
+            f" optim.name={' or '.join(names)}"
+        )
     if len(path) > 1:
         allowed = [key.partition(".")[2] for key in keys if key.partition(".")[0] == path[0]]
         hint = nearest(dotted, keys)

@@ -1,16 +1,19 @@
 """Read a strict YAML file and `key=value` overrides, and return a checked `Config`.
 
 The parser records the line number of every key. Overrides replace values of the file, and Pydantic
-checks the result. One `ConfigError` reports all problems, each as `file:line: key: value, allowed
-values, the nearest key` (`vit.config.errors`). The command line overrides the file, and the file
-overrides the defaults. A file cannot inherit from another file.
+checks the result. Values of the file that an override makes void are dropped with a note. One
+`ConfigError` reports all problems, each as `file:line: key: value, allowed values, the nearest key`
+(`vit.config.errors`). The command line overrides the file, and the file overrides the defaults. A
+file cannot inherit from another file.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +23,7 @@ import yaml
 from pydantic import ValidationError
 
 from vit.config.checks import EXCLUSIVE
-from vit.config.errors import Key, explain
+from vit.config.errors import Key, explain, void_settings
 from vit.config.hints import all_keys, nearest
 from vit.config.schema import Config, RunConfig
 from vit.system.redact import shown, shown_values
@@ -111,24 +114,26 @@ def load_with_origins(
     """Read a config like `load_config`, and also return the origin of each value.
 
     For each pair in `EXCLUSIVE`, such as `train.steps` and `train.epochs`, an override of one
-    setting removes the other setting of the file. Without `run.dir`, the run folder is `runs/<name
+    setting removes the other setting of the file. Settings of the file that have no effect because
+    of an override, such as `optim.nesterov` beside `optim.name=adamw`, are dropped, and rank 0
+    prints a note. Without `run.dir`, the run folder is `runs/<name
     of the file>`; for the recipe `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
     """
     path = _find_config(Path(path))
     tree, line_of = _parse(_read(path), str(path))
     origins: dict[Key, str] = {key: f"{path}:{line}" for key, line in line_of.items()}
-    problems = _apply(list(overrides), tree, origins)
-    try:
-        config = Config.model_validate_json(json.dumps(tree))
-    except ValidationError as error:
-        problems += explain(error, origins, str(path))
+    overrides = list(overrides)
+    problems = _apply(overrides, tree, origins)
+    chosen = {tuple(override.partition("=")[0].split(".")) for override in overrides}
+    config, of_values = _resolve(tree, chosen, origins, str(path))
+    problems += of_values
     for setting in RESOLVED if used_here else ():
         addresses = _addresses(_get(tree, setting))
         unset = [name for text in addresses for name in unset_variables(text)]
         if unset:
             origin = origins.get(setting, path)
             problems.append(f"{origin}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
-    if problems:
+    if problems or config is None:
         raise ConfigError("\n".join(problems))
     if config.run.dir is None:
         name = recipe_name(path) or path.stem
@@ -143,6 +148,44 @@ def load_with_origins(
             if not isinstance(_get(tree, key), dict)
         },
     )
+
+
+def _resolve(
+    tree: dict[str, Any], chosen: set[Key], origins: dict[Key, str], source: str
+) -> tuple[Config | None, list[str]]:
+    """Return the config of `tree`, or None and its problems.
+
+    Settings that have no effect because of one in `chosen`, those of the command line, are removed
+    from `tree` with a note. Then they count as chosen, because others may need them.
+    """
+    dropped: dict[str, list[str]] = {}
+    while True:
+        try:
+            config = Config.model_validate_json(json.dumps(tree))
+        except ValidationError as error:
+            void = {
+                key: cause
+                for key, causes in void_settings(error)
+                for cause in causes
+                if key not in chosen and cause in chosen and _get(tree, key) is not None
+            }
+            if not void:
+                return None, explain(error, origins, source)
+            for key, cause in void.items():
+                tree[key[0]].pop(key[1])
+                chosen.add(key)
+                origin = origins.get(key, source)
+                origins[key] = f"default, {origin} was dropped"
+                value = json.dumps(_get(tree, cause)).strip('"')
+                reason = f"{'.'.join(cause)}={shown(value)}"
+                dropped.setdefault(reason, []).append(f"{'.'.join(key)} of {origin}")
+            continue
+        if os.environ.get("RANK", "0") == "0":
+            for reason, settings in dropped.items():
+                verb = "have" if len(settings) > 1 else "has"
+                note = f"note: {', '.join(settings)} {verb} no effect with {reason}: dropped"
+                print(note, file=sys.stderr)
+        return config, []
 
 
 def recipes_folder() -> Path:
@@ -316,7 +359,11 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     values = config.model_dump(mode="json")
     for key, value in settings.items():
         _set(values, tuple(key.split(".")), value)
-    return from_dict(values, "command line")
+    origins = {tuple(key.split(".")): "command line" for key in settings}
+    changed, problems = _resolve(values, set(origins), origins, "the run")
+    if changed is None:
+        raise ConfigError("\n".join(problems))
+    return changed
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:

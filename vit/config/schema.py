@@ -27,7 +27,7 @@ from vit.config.base import (
     Size,
     SourceConfig,
 )
-from vit.config.checks import find_problems
+from vit.config.checks import Contradictions, find_problems
 from vit.config.model_section import ModelConfig
 from vit.config.optim_section import AdamWConfig, OptimConfig
 
@@ -590,5 +590,5 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         if problems := find_problems(self):
-            raise ValueError("\n".join(problems))
+            raise Contradictions(problems)
         return self

@@ -179,7 +179,7 @@ def choose_num_classes(model: ModelConfig, data: DataConfig, *splits: Split | So
     in_data = max(split.num_classes for split in splits)
     if model.num_classes is not None and model.num_classes < in_data:
         raise ValueError(
-            f"model.num_classes={model.num_classes}, but {data.root} has {in_data} classes: remove"
-            " this setting"
+            f"model.num_classes={model.num_classes}, but {data.root} has {in_data} classes: set"
+            " model.num_classes=null"
         )
     return model.num_classes or in_data

@@ -62,13 +62,13 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
                 "is used together with the class token: set global_pool 'token'": (
                     arguments["global_pool"] != "token"
                 ),
-                "has its own head without a hidden layer: remove representation_size": (
+                "has its own head without a hidden layer: set representation_size to null": (
                     arguments["representation_size"] is not None
                 ),
-                "cannot be combined with reg_tokens: remove one of them": (
+                "cannot be combined with reg_tokens: set one of them to null": (
                     arguments["reg_tokens"] > 0
                 ),
-                "always has a position: remove no_embed_class": arguments["no_embed_class"],
+                "always has a position: set no_embed_class to null": arguments["no_embed_class"],
             }.items()
             if holds
         ]
@@ -132,22 +132,21 @@ def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
     rope_type = arguments["rope_type"]
     patch_drop_rate = arguments["patch_drop_rate"]
     return {
-        "no_embed_class has no effect without positions (pos_embed 'none'): remove it": (
+        "no_embed_class has no effect without positions (pos_embed 'none'): set it to null": (
             arguments["no_embed_class"] and arguments["pos_embed"] == "none"
         ),
-        "no_embed_class has no effect without class token and registers: remove it": (
+        "no_embed_class has no effect without class token and registers: set it to null": (
             arguments["no_embed_class"] and not has_prefix
         ),
         "rope_temperature has no effect with heads of 4 channels, which have only one frequency:"
-        " remove it": rope_type is not None
+        " set it to null": rope_type is not None
         and arguments["rope_temperature"] is not None
         and head_dim == 4,
-        f"rope_type {rope_type!r} has no effect on an image of one patch: remove it": (
+        f"rope_type {rope_type!r} has no effect on an image of one patch: set it to null": (
             is_one_patch and rope_type is not None
         ),
-        f"patch_drop_rate {patch_drop_rate} has no effect on an image of one patch: remove it": (
-            is_one_patch and patch_drop_rate > 0
-        ),
+        f"patch_drop_rate {patch_drop_rate} has no effect on an image of one patch: set it to"
+        " null": is_one_patch and patch_drop_rate > 0,
     }
 
 
@@ -157,7 +156,7 @@ def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
     rope_type = arguments["rope_type"]
     if rope_type is None:
         return [
-            f"{name} has no effect without rope_type: set rope_type, or remove it"
+            f"{name} has no effect without rope_type: set rope_type, or set it to null"
             for name in needs_rope
             if arguments[name] is not None
         ]
@@ -178,5 +177,5 @@ def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
                 f" {arguments['reg_tokens']}"
             )
     if rope_type == "dinov3" and arguments["ref_feat_shape"] is not None:
-        problems.append("ref_feat_shape has no effect with rope_type 'dinov3': remove it")
+        problems.append("ref_feat_shape has no effect with rope_type 'dinov3': set it to null")
     return problems

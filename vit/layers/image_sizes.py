@@ -89,7 +89,7 @@ def take_sizes(model: Any, image_sizes: Iterable[tuple[int, int]]) -> None:
         if not hasattr(model, "other_sizes"):
             raise ValueError(
                 f"schedule.image_sizes: timm's {type(model).__name__} accepts only images of"
-                f" {model.image_size[0]}x{model.image_size[1]}: remove schedule.image_sizes, or"
+                f" {model.image_size[0]}x{model.image_size[1]}: set schedule.image_sizes=[], or"
                 " use a model of this project, such as vit_s16"
             )
         grid = grid_size(image_size, model.patch_size)

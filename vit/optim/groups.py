@@ -127,7 +127,7 @@ def _layers_of_timm(model: nn.Module, names: list[str], form: str) -> dict[str, 
     if form != "timm" or matcher is None:
         raise ValueError(
             f"optim.layer_decay: {type(model).__name__} has no list of blocks:"
-            f" {'set optim.layer_decay_form=timm' if matcher else 'remove it'}"
+            f" {'set optim.layer_decay_form=timm' if matcher else 'set optim.layer_decay=null'}"
         )
     from timm.models import group_parameters
 

@@ -121,8 +121,8 @@ def _layer_names(model: nn.Module) -> dict[str, str]:
         numbers = layer_numbers(model, "beit" if has_blocks else "timm")
     except ValueError:
         raise ValueError(
-            f"log.norms_every_steps: {type(model).__name__} does not list its layers: remove"
-            " log.norms_every_steps"
+            f"log.norms_every_steps: {type(model).__name__} does not list its layers: set"
+            " log.norms_every_steps=null"
         ) from None
     last = max(numbers.values())
     ends = {0: "embed", last: "head"} if has_blocks else {}

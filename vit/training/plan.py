@@ -94,14 +94,13 @@ def divide_batch(
             f" times augment.mix_group_size={group}" if unit > 1 else ""
         )
         ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
-        other = (
-            f"a number of ranks from {ranks}"
-            if ranks
-            else f"augment.mix_group_size from {divisors(batch)[1:]}"
-        )
+        other = f", or a number of ranks from {ranks}" if ranks else ""
+        groups = _group_sizes(augment, batch // world_size) if batch % world_size == 0 else []
+        if groups and not ranks:
+            other = f", or augment.mix_group_size from {groups}"
         raise ValueError(
             f"data.global_batch_size={batch} is not a multiple of {needs}: use"
-            f" {' or '.join(map(str, near))}, or {other}"
+            f" {' or '.join(map(str, near))}{other}"
         )
     share = batch // world_size
     ceiling = data.micro_batch_size or share
@@ -115,6 +114,12 @@ def divide_batch(
     return micro, share // micro
 
 
+def _group_sizes(augment: AugmentConfig, rank_batch_size: int) -> list[int]:
+    """Return the values of `augment.mix_group_size` that divide a rank's batch."""
+    unit = 2 if augment.mixup_mode == "pair" else 1
+    return [size for size in divisors(rank_batch_size) if size > 1 and size % unit == 0]
+
+
 def _divide_into_leaves(
     data: DataConfig, augment: AugmentConfig, world_size: int
 ) -> tuple[int, int]:
@@ -123,13 +128,17 @@ def _divide_into_leaves(
     batch = data.global_batch_size
     sizes = micro_batch_sizes(augment, batch)
     fitting = [size for size in sizes if batch // size >= world_size]
+    if not sizes:
+        groups = [size for size in _group_sizes(augment, batch) if batch // size >= world_size]
+        raise ValueError(
+            f"augment.mix_group_size={augment.mix_group_size} does not divide"
+            f" data.global_batch_size={batch}: use"
+            f" {f'one of {groups}' if groups else 'a larger batch'}"
+        )
     if not fitting:
         raise ValueError(
             f"data.global_batch_size={batch} has at most {batch // sizes[0]} micro-batches for"
             f" {world_size} ranks: use fewer ranks"
-            if sizes
-            else f"augment.mix_group_size={augment.mix_group_size} does not divide"
-            f" data.global_batch_size={batch}: use one of {divisors(batch)[1:]}"
         )
     limit = data.micro_batch_size
     if limit is None:

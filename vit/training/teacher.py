@@ -302,7 +302,7 @@ def _read(distill: DistillConfig) -> LoadedWeights:
         if loaded.config is None:
             loaded, _ = with_published_config(loaded, name, data_root=".")
         elif name is not None:
-            raise ValueError("its run stores the model: remove distill.teacher_model")
+            raise ValueError("its run stores the model: set distill.teacher_model=null")
     except ValueError as error:
         raise ValueError(f"distill.teacher: {_in_our_words(error)}") from None
     return loaded
