@@ -41,6 +41,7 @@ SCENARIOS = {
         "./distributed_train.sh 2 --epochs many --lr fast"
     ),
     "dashes from a page or a PDF": import_("python main.py —model x –lr 1"),
+    "a task of timm that is not available": import_("python train.py --lr 1 --task multilabel"),
     "a policy that timm stops at": import_("python main.py --aa rnd-m9"),
     "a policy that torchvision stops at": import_(
         "python train.py --model vit_b_16 --auto-augment ta-wide --lr-warmup-epochs 1"

@@ -9,7 +9,14 @@ import pytest
 import torch
 from timm.scheduler import create_scheduler_v2
 
-from vit.extras.recipes.rates import after_warmup, distance, our_rate, timm_cosine, timm_step
+from vit.extras.recipes.rates import (
+    after_warmup,
+    distance,
+    our_rate,
+    timm_cosine,
+    timm_step,
+    timm_wsd,
+)
 
 
 def optimizer(lr):
@@ -121,3 +128,25 @@ def test_rates_are_compared_as_shares_of_the_peak():
     assert difference.largest == pytest.approx(0.4, abs=0.02)
     assert difference.at_epoch < 6
     assert 0.02 < difference.mean < 0.04
+
+
+@pytest.mark.parametrize("decay_fn", ["1-sqrt", "linear", "cosine", "power", "exp", None])
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_our_formula_for_timms_wsd_equals_timms(decay_fn, per_step, prefix):
+    group = optimizer(3e-3)
+    scheduler, epochs = create_scheduler_v2(
+        group, "wsd", 30, decay_epochs=7, warmup_epochs=4, warmup_lr=1e-6, min_lr=1e-5,
+        warmup_prefix=prefix, decay_fn=decay_fn, step_on_epochs=not per_step, updates_per_epoch=5,
+        cooldown_epochs=2,
+    )  # fmt: skip
+    rate = timm_wsd(
+        3e-3, epochs - 2, decay_epochs=7, decay_fn=decay_fn or "1-sqrt", warmup_epochs=4,
+        warmup_lr=1e-6, min_lr=1e-5, per_step=per_step,
+    )  # fmt: skip
+    for step in range(epochs * 5):
+        if per_step:
+            scheduler.step_update(step)
+        else:
+            scheduler.step(step // 5)
+        assert rate(step / 5) == pytest.approx(group.param_groups[0]["lr"], rel=1e-9)

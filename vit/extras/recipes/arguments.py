@@ -102,6 +102,8 @@ class ParsedArguments(NamedTuple):
     values: dict[str, Any]
     stated: frozenset[str]
     """The names of the arguments in the command. All other arguments have their defaults."""
+    shortened: tuple[str, ...] = ()
+    """A sentence for each abbreviated flag. A newer version may have another flag of that name."""
 
 
 def make_table(program: str, source: str, recipe: str, places: str) -> Table:
@@ -160,17 +162,30 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         parsed, unknown = parser.parse_known_args(list(tokens))
     except ValueError as error:  # a flag without its value, or an ambiguous abbreviation
         raise ValueError("; ".join([str(error), *problems])) from None
+    shortened = _shortened(table, tokens)
     if unknown:
         problems.insert(0, _unknown(table, unknown))
     elif problems:
         problems[0] = f"{table.program}: {problems[0]}"
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join([*problems, *shortened]))
     stated = vars(parsed)
     for name in [a.name for a in table.arguments if a.type == "pairs"]:
         if name in stated:
             stated[name] = _pairs(stated[name])
-    return ParsedArguments({**table.defaults(), **stated}, frozenset(stated))
+    return ParsedArguments({**table.defaults(), **stated}, frozenset(stated), shortened)
+
+
+def _shortened(table: Table, tokens: Sequence[str]) -> tuple[str, ...]:
+    """Return a sentence for each flag that argparse completes."""
+    flags = [flag for argument in table.arguments for flag in argument.flags]
+    typed = [token.partition("=")[0] for token in tokens if re.match("--[a-z]", token)]
+    return tuple(
+        f"{word} is read as {flag} ({table.source})"
+        for word in dict.fromkeys(typed)
+        for flag in flags
+        if word not in flags and flag.startswith(word)
+    )
 
 
 def _value(kind: type[int | float | str], flag: str, problems: list[str], text: str) -> Any:

@@ -319,7 +319,7 @@ def _map_schedule(reading: Reading) -> None:
         reading.remaining("schedule.warmup_steps schedule.decay_type"),
         settings,
         partial(after_warmup, linear=is_linear),
-        kind="cosine" if is_linear else kind,
+        kind="" if is_linear or kind == "cosine" else kind,
     )
 
 

@@ -391,7 +391,7 @@ def _map_schedule(reading: Reading) -> None:
         names,
         settings,
         partial(timm_cosine, late=1),
-        kind=args["sched"],
+        kind="" if args["sched"] == "cosine" else args["sched"],
         unused="decay_epochs decay_rate patience_epochs",
         reasons="DeiT's schedule is one epoch late, so the first two epochs use --warmup-lr",
     )

@@ -201,6 +201,8 @@ def _read_arguments(
         num_gpus = num_gpus or args["ngpus"] * args["nodes"]
         is_distributed = True
     reading = Reading(table, parsed, num_gpus, is_distributed)
+    for text in parsed.shortened:
+        reading.same("", text=f"note: {text}")
     recipe = [argument for argument in table.arguments if argument.in_recipe]
     reading.follow(recipe, _PROGRAMS[program].handlers)
     _PROGRAMS[program].finish(reading)

@@ -453,7 +453,7 @@ def _map_schedule(reading: Reading) -> None:
         settings,
         partial(after_warmup, per_epoch=per_epoch),
         limited=["schedule.min_lr"],
-        kind=", ".join(unknown) or "cosine",
+        kind=", ".join(unknown),
         reasons=reasons if per_epoch else "",
     )
 

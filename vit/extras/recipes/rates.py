@@ -52,6 +52,41 @@ def timm_cosine(
     return rate
 
 
+def timm_wsd(
+    lr: float,
+    epochs: float,
+    *,
+    decay_epochs: float,
+    decay_fn: str = "1-sqrt",
+    warmup_epochs: float = 0,
+    warmup_lr: float = 0.0,
+    min_lr: float = 0.0,
+    per_step: bool = False,
+) -> Rate:
+    """Return the schedule of timm's WSDLRScheduler.
+
+    epochs: the length with the warm-up, but without a cool-down. decay_epochs: 0 for timm's
+    `constant`. (timm 1.0.31: timm/scheduler/wsd_lr.py)
+    """
+    decays: dict[str, Callable[[float], float]] = {
+        "linear": lambda share: 1 - share,
+        "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+        "exp": lambda share: (0.1**share - 0.1) / 0.9,
+    }
+
+    def rate(time: float) -> float:
+        t = time if per_step else math.floor(time)
+        if t < warmup_epochs:
+            return warmup_lr + t * (lr - warmup_lr) / warmup_epochs
+        past = t - (epochs - decay_epochs)
+        if past <= 0 or not decay_epochs:
+            return lr
+        decay = decays.get(decay_fn, lambda share: 1 - math.sqrt(share))
+        return min_lr + (lr - min_lr) * decay(min(past / decay_epochs, 1))
+
+    return rate
+
+
 def timm_step(lr: float, epoch: float, decay_epochs: float, decay_rate: float) -> float:
     """Return the learning rate of timm's StepLRScheduler after the warm-up
     (timm/scheduler/step_lr.py)."""
@@ -159,7 +194,7 @@ def map_schedule(
     shape: Callable[..., Rate] = after_warmup,
     *,
     limited: Sequence[str] = ("schedule.warmup_lr", "schedule.min_lr"),
-    kind: str = "cosine",
+    kind: str = "",
     unused: str = "",
     note: str = "",
     reasons: str = "",
@@ -182,12 +217,12 @@ def map_schedule(
         for key, value in settings.items()
         if has_warmup or key not in ("schedule.warmup_lr", "schedule.warmup_prefix")
     }
-    if kind != "cosine":
+    if kind:
         text = f"the schedule {kind}: replaced by a cosine{note}"
         reading.cannot(f"{names} {unused}", text, ours)
         return
     if unused:
-        reading.inert(unused, "the schedule is a cosine")
+        reading.inert(unused, f"the schedule is {ours.get('schedule.name', 'cosine')}")
     everything = {**reading.settings, **ours}
     for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
         if everything.get(key, 1) <= 0:

@@ -56,6 +56,11 @@ def map_batch(reading: Reading) -> None:
     if steps > 1:
         formula += f" x {steps}"
     text = "" if reading.num_gpus else "1 GPU is assumed: pass --gpus N to change the number"
+    if args.get("grad_accum_steps", 1) > 1:
+        rest = (
+            "timm also trains on an epoch's last batches that fill no step, this project does not"
+        )
+        text = f"{text}; {rest}" if text else rest
     names = [name for name in ("batch_size", "grad_accum_steps", "accum_iter") if name in args]
     batch = {"data.global_batch_size": size * gpus * steps}
     reading.same(" ".join(names), batch, formula, text)

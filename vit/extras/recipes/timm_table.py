@@ -1,6 +1,9 @@
 """List the arguments of timm's train.py, including removed arguments and old defaults.
 
-Defaults are from huggingface/pytorch-image-models@aa4b5850:train.py.
+The table is as of timm 1.0.31. Its train.py is not part of the package, so flags and defaults are
+from huggingface/pytorch-image-models@aa4b5850:train.py (1.0.29.dev0), and those that are newer from
+the package's release notes, its scheduler and loss factories, and the tests in its source archive
+(test_multilabel.py, test_train_resume.py, test_sweep.py and test_checkpoint_loading.py).
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ _RECIPE = """
 --dist-bn                 str     reduce  of batch norm
 --pretrained              on      -       init.checkpoint
 --pretrained-path         str     -       init.checkpoint
+--pretrained-cfg-overlay  pairs   -       off: another config of the weights
 --initial-checkpoint      str     -       init.checkpoint
 --no-aug                  on      -       no augmentation
 --train-crop-mode         str     -       {null: {}, "": {}, rrc: {},\
@@ -92,6 +96,14 @@ _RECIPE = """
 --bce-sum                 on      -       loss
 --bce-target-thresh       float   -       loss
 --bce-pos-weight          float   -       loss
+--loss                    str     -       loss
+--loss-pos-weight         str     -       loss
+--loss-class-weight       str     -       off: weights of classes in the loss
+--loss-weight-power       float   1.0     inert: only for weights by the frequency of classes
+--class-stats             str     -       inert: only for weights by the frequency of classes
+--poly-epsilon            float   2.0     inert: of the loss poly
+--poly-gamma              float   0.0     inert: of the loss poly
+--task                    str     classification   multi-label training is refused
 --kd-model-name           str     -       distillation
 --kd-distill-type         str     logit   distillation
 --kd-loss-type            str     kl      distillation
@@ -115,6 +127,7 @@ _RECIPE = """
 --clip-mode               str     norm    kind of clipping
 --layer-decay             float   -       layer-wise rates
 --epochs                  int     300     train.epochs
+--stop-epoch              int     -       {null: {}, else: "a stop after {} epochs of the schedule"}
 --warmup-prefix           on      -       warm-up before --epochs
 --lr-cycle-limit          int     1       {1: {}, else: "{} cycles of the schedule"}
 --sched                   str     cosine  schedule.name
@@ -124,7 +137,9 @@ _RECIPE = """
 --warmup-epochs           int     5       schedule.warmup_epochs
 --lr-k-decay              float   1.0     shape of the cosine
 --cooldown-epochs         int     0       epochs at --min-lr after --epochs
---decay-epochs            float   90      of step schedules
+--decay-epochs            float   -       90 in step schedules, a fifth of the run in wsd
+--lr-decay-fn             str     -       schedule.decay_form
+--lr-stable-timescale     float   -       of the schedule rsqrt
 --decay-rate --dr         float   0.1     of step schedules
 --decay-milestones        ints    [90, 180, 270]   of step schedules
 --patience-epochs         int     10      of the plateau schedule
@@ -170,6 +185,11 @@ data                      word    -
 --local_rank              int     0
 --device-modules          strs    -
 --start-epoch             int     -
+--save-epochs             ints    []
+--sweep-locks             strs    -
+--sweep-attempt           strs    -
+--target-format           str     -
+--multilabel-threshold    float   0.5
 --model-ema-force-cpu     on      -
 --worker-seeding          str     all
 --log-interval            int     50
@@ -194,9 +214,7 @@ data                      word    -
 --dynamo                  on      -
 --dynamo-backend          str     -
 """
-TABLE = make_table(
-    "timm's train.py", "huggingface/pytorch-image-models@aa4b5850:train.py", _RECIPE, _PLACES
-)
+TABLE = make_table("timm's train.py", "as of timm 1.0.31", _RECIPE, _PLACES)
 OLDER_DEFAULTS = {
     "2022-10-07": "--lr 0.05 --warmup-lr 1e-4 --min-lr 1e-6 --warmup-epochs 3 --cooldown-epochs 10"
     " --decay-epochs 100",

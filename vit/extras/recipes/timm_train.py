@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from vit.config.hints import all_keys
-from vit.extras.recipes.rates import map_schedule, timm_cosine, timm_step
+from vit.extras.recipes.rates import map_schedule, timm_cosine, timm_step, timm_wsd
 from vit.extras.recipes.reading import Handler, Reading
 from vit.extras.recipes.timm_common import (
     map_average,
@@ -218,16 +218,28 @@ def _map_mixup_off_epoch(reading: Reading) -> None:
     reading.same("mixup_off_epoch", off)
 
 
+def _map_task(reading: Reading) -> None:
+    task = reading.args["task"]
+    if task != "classification":
+        kind = "multi-label training" if task == "multilabel" else f"the task {task}"
+        raise ValueError(f"--task {task}: {kind} is not available: expected classification")
+    reading.same("task")
+
+
 def _map_loss(reading: Reading) -> None:
     args = reading.args
-    if not args["bce_loss"]:
-        reading.same("bce_loss")
-        reading.inert("bce_sum bce_target_thresh bce_pos_weight", "--bce-loss is off")
+    loss = args["loss"] or ("bce" if args["bce_loss"] else "ce")
+    if loss != "bce":
+        text = f"the loss {loss}: replaced by cross-entropy"
+        reading.cannot("bce_loss loss", "" if loss == "ce" else text)
+        names = "bce_sum bce_target_thresh bce_pos_weight loss_pos_weight"
+        reading.inert(names, "the loss is not binary cross-entropy")
         return
-    weight = "a weight for positive targets" if args["bce_pos_weight"] else ""
-    reading.cannot("bce_pos_weight", weight)
+    has_weight = args["bce_pos_weight"] or args["loss_pos_weight"]
+    weight = "a weight for positive targets" if has_weight else ""
+    reading.cannot("bce_pos_weight loss_pos_weight", weight)
     threshold = args["bce_target_thresh"]
-    names = "bce_loss bce_sum bce_target_thresh"
+    names = "bce_loss loss bce_sum bce_target_thresh"
     if threshold is not None and threshold < args["smoothing"] / 1000:
         text = "with this threshold, smoothing makes all targets 1: replaced by cross-entropy"
         reading.cannot(names, text)
@@ -326,7 +338,7 @@ def _map_length(reading: Reading) -> None:
     args = reading.args
     epochs = args["epochs"]
     prefix = args["warmup_epochs"] if args["warmup_prefix"] else 0
-    cooldown = args["cooldown_epochs"] if args["sched"] == "cosine" else 0
+    cooldown = args["cooldown_epochs"] if args["sched"] in ("cosine", "wsd") else 0
     parts = [f"{epochs}"]
     if prefix:
         parts.insert(0, f"{prefix} of warm-up")
@@ -338,6 +350,7 @@ def _map_length(reading: Reading) -> None:
 
 def _map_schedule(reading: Reading) -> None:
     args = reading.args
+    kind = args["sched"]
     settings = {
         "schedule.name": "cosine",
         "schedule.interval": "step" if args["sched_on_updates"] else "epoch",
@@ -346,16 +359,26 @@ def _map_schedule(reading: Reading) -> None:
         "schedule.warmup_prefix": args["warmup_prefix"],
         "schedule.min_lr": args["min_lr"],
     }
-    names = "sched sched_on_updates min_lr warmup_lr warmup_epochs lr_k_decay"
-    unused = "decay_epochs decay_rate decay_milestones patience_epochs"
+    names = "sched sched_on_updates min_lr warmup_lr warmup_epochs"
+    of_step = "decay_rate decay_milestones patience_epochs lr_stable_timescale"
+    if kind == "none":
+        reading.same("sched", {"schedule.name": "constant"})
+        rest = f"{names.removeprefix('sched ')} {of_step} lr_k_decay decay_epochs lr_decay_fn"
+        reading.inert(f"{rest} cooldown_epochs", "--sched none")
+        return
+    if kind in ("wsd", "constant"):
+        _map_wsd(reading, names, settings, of_step)
+        return
+    unused = f"decay_epochs lr_decay_fn {of_step}"
     note = ""
-    if args["sched"] == "cosine":
+    if kind == "cosine":
         _map_cooldown(reading)
     else:
         unused += " cooldown_epochs"
-    if args["sched"] == "step":
+    if kind == "step":
         lr = reading.settings["optim.lr"]
-        at_end = timm_step(lr, args["epochs"] - 0.5, args["decay_epochs"], args["decay_rate"])
+        every = args["decay_epochs"] or 90
+        at_end = timm_step(lr, args["epochs"] - 0.5, every, args["decay_rate"])
         note = f"; timm's ends at {at_end:.2g}"
     shape = partial(
         timm_cosine,
@@ -365,10 +388,10 @@ def _map_schedule(reading: Reading) -> None:
     )
     map_schedule(
         reading,
-        names,
+        f"{names} lr_k_decay",
         settings,
         shape,
-        kind=args["sched"],
+        kind="" if kind == "cosine" else kind,
         unused=unused,
         note=note,
         reasons="--lr-k-decay changes the shape of the cosine" if args["lr_k_decay"] != 1 else "",
@@ -376,10 +399,65 @@ def _map_schedule(reading: Reading) -> None:
     )
 
 
+def _map_wsd(reading: Reading, names: str, settings: dict[str, Any], unused: str) -> None:
+    """Map `--sched wsd` and `--sched constant` (timm/scheduler/scheduler_factory.py).
+
+    In timm, the decay is a fraction of the epochs after the warm-up, rounded to whole epochs unless
+    the rate changes each step.
+    """
+    args = reading.args
+    kind = args["sched"]
+    del settings["schedule.warmup_prefix"]  # the warm-up is always first
+    settings["schedule.name"] = kind
+    length = args["epochs"] + (args["warmup_epochs"] if args["warmup_prefix"] else 0)
+    decay = 0.0
+    reasons = ""
+    if kind == "constant":
+        unused += " decay_epochs lr_decay_fn cooldown_epochs"
+        del settings["schedule.min_lr"]
+        if not args["warmup_epochs"]:
+            del settings["schedule.interval"]
+    else:
+        after_warmup = length - args["warmup_epochs"]
+        stated = 0.2 if args["decay_epochs"] is None else args["decay_epochs"]
+        decay = stated * after_warmup if 0 < stated < 1 else stated
+        if not args["sched_on_updates"]:
+            decay = round(decay)
+        if not 0 < decay <= after_warmup:
+            raise ValueError(
+                f"--decay-epochs {stated:g}: timm rejects a decay of {decay:g} epochs in"
+                f" {after_warmup} epochs after the warm-up"
+            )
+        _map_cooldown(reading)
+        form = args["lr_decay_fn"] or "1-sqrt"
+        settings["schedule.decay_fraction"] = decay / reading.settings["train.epochs"]
+        # timm's `power` has the exponent 1/2 here.
+        settings["schedule.decay_form"] = "linear" if form == "linear" else "1-sqrt"
+        names += " decay_epochs lr_decay_fn"
+        reasons = f"--lr-decay-fn {form}" if form in ("cosine", "exp") else ""
+    shape = partial(
+        timm_wsd,
+        decay_epochs=decay,
+        decay_fn=args["lr_decay_fn"] or "1-sqrt",
+        per_step=args["sched_on_updates"],
+    )
+    map_schedule(
+        reading,
+        names,
+        settings,
+        shape,
+        unused=f"{unused} lr_k_decay",
+        reasons=reasons,
+        epochs=length,
+    )
+
+
 def _map_cooldown(reading: Reading) -> None:
     cooldown = reading.args["cooldown_epochs"]
     if cooldown and min(reading.args["min_lr"], reading.settings["optim.lr"]) == 0:
-        text = f"timm adds {cooldown} epochs at learning rate 0, this project lengthens the cosine"
+        text = (
+            f"timm adds {cooldown} epochs at learning rate 0, this project lengthens the schedule"
+        )
         reading.differs("cooldown_epochs", text)
     else:
         reading.same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown} if cooldown else {})
@@ -418,6 +496,7 @@ HANDLERS: dict[str, Handler] = {
     "mixup_prob": map_mixing,
     "mixup_off_epoch": _map_mixup_off_epoch,
     "bce_loss": _map_loss,
+    "task": _map_task,
     "kd_model_name": _map_teacher,
     "opt": _map_optimizer,
     "clip_grad": map_clipping,

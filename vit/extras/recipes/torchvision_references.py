@@ -242,7 +242,7 @@ def _map_schedule(reading: Reading) -> None:
             after_warmup, warmup_changes="each epoch" if is_linear else "never", per_epoch=True
         ),
         limited=["schedule.min_lr"],
-        kind="cosine" if kind.lower() == "cosineannealinglr" else kind,
+        kind="" if kind.lower() == "cosineannealinglr" else kind,
         unused="lr_step_size lr_gamma",
         reasons="" if is_linear else reasons,
     )
