@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vit.checkpoint import checkpoint as checkpoints
-from vit.checkpoint.resume import check_same_settings, find_checkpoint, fit_state
+from vit.checkpoint.resume import check_same_settings, find_checkpoint, fit_state, rate_notes
 from vit.checkpoint.saver import Saver
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
@@ -122,6 +122,9 @@ def _build(
         folder, info = newest
         state = checkpoints.state_of(info)
         fit_state(state, place.folder, facts, data.plan, world)
+        notes.append(
+            rate_notes(config_io.from_dict(info["config"], str(folder)), config, data, state)
+        )
         checkpoints.load_checkpoint(folder, train_step)
         times.end("checkpoint")
 

@@ -24,8 +24,11 @@ from vit.config.schema import Config
 from vit.distributed.process_group import World
 from vit.run_folder import CHECKPOINTS, weights_file
 from vit.system.urls import bare
-from vit.training.plan import Plan
+from vit.training.plan import Plan, make_plan, rates
+from vit.training.run_data import Notes, RunData
 
+NOTABLE_JUMP = 0.01
+"""A note is logged if a changed schedule changes the learning rate by more than this fraction."""
 _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
 """Maps each fact that determines the exact result with `train.exact_over_ranks` to its text in
 messages."""
@@ -95,6 +98,21 @@ def fit_state(
         restart_best(folder, state, world)
     renew_bits(state.facts, facts)
     state.restarts += 1
+
+
+def rate_notes(before: Config, config: Config, data: RunData, state: RunState) -> Notes:
+    """Return a note if the learning rate jumps because a changed setting changed the schedule.
+
+    before: the config of the checkpoint.
+    """
+    plan, _ = make_plan(before, data.train_set.num_draws, 1, data.train_set.shares)
+    last = max(state.step - 1, 0)
+    old, unchanged = (rates(*each)[0](last) for each in ((before, plan), (config, data.plan)))
+    if state.is_over(data.plan) or abs(old - unchanged) <= NOTABLE_JUMP * old:
+        return Notes()
+    new = rates(config, data.plan)[0](state.step)
+    text = f"note: the learning rate goes from {old:.3g} to {new:.3g} at step {state.step}"
+    return Notes(lines=(f"{text}, because the schedule changed",))
 
 
 def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from vit.config.base import VAL
+from vit.data.shards.split import Split
 from vit.evaluation.evaluate import Evaluation, save_predictions
 from vit.hooks.monitor import Monitor
 from vit.run import Run
@@ -113,3 +116,23 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
         if scored.name == VAL:
             for line in lines:
                 run.record.log(line)
+    if step == run.plan.total_steps:
+        best = max(result.accuracy.top1 for result in results[VAL].values())
+        if note := _constant_note(run.evaluators[0].split, best):
+            run.record.log(note)
+
+
+def _constant_note(split: Split, top1: float) -> str:
+    """Return a note if always answering the largest class of `split` is as accurate as `top1`
+    percent, else ""."""
+    counts = np.bincount(split.index["label"])
+    largest = int(counts.argmax())
+    share = 100 * counts[largest] / split.num_samples
+    if top1 > share + 1e-9:
+        return ""
+    name = split.class_names[largest] if split.class_names else largest
+    return (
+        f"note: {top1:.2f} % top-1 is not more than the {share:.2f} % of always answering the"
+        f" largest class, {name}: the model has learned nothing useful; train longer"
+        " (train.epochs), or start from trained weights (init.checkpoint)"
+    )

@@ -222,6 +222,8 @@ class Comparison:
     plan: Plan
     refusal: str
     """The reason why the run cannot be compared, or "" if it can."""
+    is_of_other_data: bool = False
+    """Whether the reason is another validation set. The curve then is not part of the record."""
 
     @property
     def length_note(self) -> str:
@@ -298,7 +300,9 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
     recipe_steps = recipe.steps or (recipe.epochs or 0) * per_epoch
     curve_steps = reference.length * (per_epoch if reference.unit == "epoch" else 1)
     refusal = ""
-    if (val_split.num_samples, val_split.num_classes) != (header.images, header.classes):
+    ours = (val_split.num_samples, val_split.num_classes)
+    is_of_other_data = ours != (header.images, header.classes)
+    if is_of_other_data:
         refusal = (
             f"its validation set has {header.images:,} images of {header.classes:,} classes, that"
             f" of this run {val_split.num_samples:,} of {val_split.num_classes:,}"
@@ -307,7 +311,7 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
         refusal = f"its recipe has {recipe_steps:,.0f} steps, this run {plan.total_steps:,}"
     elif header.weights == "ema" and config.ema.decay is None:
         refusal = "its weights are averaged, and this run does not average weights (ema.decay)"
-    return Comparison(reference, plan, refusal)
+    return Comparison(reference, plan, refusal, is_of_other_data)
 
 
 def _read_recipe(header: Header, label: str) -> Config:
@@ -334,11 +338,16 @@ class ReferenceCurve(Hook):
         """Read the reference. Raises ValueError if the reference or its recipe cannot be read."""
         with world.fail_together():
             self._comparison = create_comparison(config, data.plan, data.sets[0][0].split)
-        return Notes()
+        if not self._comparison.is_of_other_data:
+            return Notes()
+        note = f"note: eval.reference={config.eval.reference} is not compared"
+        return Notes(lines=(f"{note}: {self._comparison.refusal}",))
 
     def begin(self, run: Run) -> None:
         """Log the published curve and its differences from this run, unless the run is finished."""
         if self._is_recorded or not run.world.is_main or run.state.is_finished(run.plan):
+            return
+        if self._comparison.is_of_other_data:
             return
         self._is_recorded = True
         comparison = self._comparison
@@ -359,8 +368,7 @@ class ReferenceCurve(Hook):
             curves=[] if comparison.refusal else comparison.curves(),
         )
         if comparison.refusal:
-            # Short runs and other datasets often cannot be compared, so the reason is shown in the
-            # report.
+            # Short runs often cannot be compared, so the reason is shown in the report.
             return
         weights = "the averaged weights" if header.weights == "ema" else "the weights"
         run.record.log(f"reference: {header.title}: top-1 of {weights} ({header.source})")

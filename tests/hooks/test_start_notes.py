@@ -1,0 +1,65 @@
+"""Test the notes about runs that are too short to learn, classes without images, and a learning
+rate that jumps."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from processes import TINY, run_here
+
+
+def notes_of(capfd, *arguments):
+    run_here("launch/train.py", *arguments)
+    return [line for line in capfd.readouterr().err.splitlines() if "note: " in line]
+
+
+@pytest.mark.slow
+def test_a_head_with_more_classes_than_the_data_gets_a_note(config, tmp_path, capfd):
+    settings = [*TINY, "train.steps=1", f"run.dir={tmp_path / 'run'}", "model.num_classes=1000"]
+    (note,) = [n for n in notes_of(capfd, "--config", config, *settings) if "have no image" in n]
+    assert "note: 997 of the 1,000 classes of model.num_classes have no image" in note
+
+
+@pytest.mark.slow
+def test_few_updates_from_random_weights_get_a_note_and_a_trial_does_not(config, tmp_path, capfd):
+    short = [*TINY, f"run.dir={tmp_path / 'run'}", "train.epochs=1"]
+    short = [each for each in short if not each.startswith("train.steps")]
+    notes = notes_of(capfd, "--config", config, *short)
+    (note,) = [n for n in notes if "updates of random weights" in n]
+    assert re.search(r"train\.epochs=1 is only \d+ updates .* fewer than 100 rarely learn", note)
+    trial = [*TINY, f"run.dir={tmp_path / 'trial'}", "train.steps=2"]
+    assert not [
+        n for n in notes_of(capfd, "--config", config, *trial) if "updates of random weights" in n
+    ]
+
+
+@pytest.mark.slow
+def test_a_model_that_is_no_better_than_the_largest_class_gets_a_note(config, tmp_path, capfd):
+    """Without a learning rate, the head of zeros answers one class for all images."""
+    settings = [*TINY, f"run.dir={tmp_path / 'run'}", "train.steps=2", "eval.every_steps=2"]
+    settings += ["optim.lr=1e-12", "ema.decay=null"]
+    (note,) = [n for n in notes_of(capfd, "--config", config, *settings) if "top-1 is not" in n]
+    accuracy, share = re.findall(r"([\d.]+) %", note)
+    assert float(accuracy) <= float(share)
+    assert "of always answering the largest class" in note
+
+
+@pytest.mark.slow
+def test_a_longer_schedule_gets_a_note_with_both_rates(config, tmp_path, capfd):
+    run = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.every_steps=2"]
+    run.append("schedule.warmup_steps=0")
+    notes_of(capfd, "--config", config, *run, "train.steps=4")
+    longer = [*run, "train.steps=8", "--allow-change", "train.steps"]
+    notes = notes_of(capfd, "--config", config, *longer)
+    (note,) = [n for n in notes if "learning rate" in n]
+    old, new = re.search(r"goes from (\S+) to (\S+) at step 4, because", note).groups()
+    assert float(new) > float(old)
+
+
+@pytest.mark.slow
+def test_an_unchanged_schedule_gets_no_note(config, tmp_path, capfd):
+    run = [*TINY, f"run.dir={tmp_path / 'run'}", "train.steps=4", "checkpoint.every_steps=2"]
+    notes_of(capfd, "--config", config, *run)
+    again = [*run, "eval.every_steps=4"]
+    assert not [n for n in notes_of(capfd, "--config", config, *again) if "learning rate" in n]
