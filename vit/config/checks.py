@@ -97,45 +97,37 @@ def _void(config: Config, section: Section, prefix: str) -> Iterator[Problem]:
         for needed in field.metadata if _is_given(section, key) else ():
             if not isinstance(needed, OnlyWith):
                 continue
-            judged = [_judge(config, section, prefix, each) for each in needed.conditions]
-            if any(condition.holds for condition in judged):
-                continue
-            # An item of a list cannot be set on the command line.
-            unset = "remove " if "[" in prefix else ""
-            default = "" if unset else f"={_as_argument(field.default)}"
-            yield Problem(
-                f"{prefix}{key} has no effect with"
-                f" {' and '.join(f'{each.key}={each.value}' for each in judged)}: set"
-                f" {' or '.join(each.remedy for each in judged)}, or"
-                f" {unset}{prefix}{key}{default}",
-                (f"{prefix}{key}",),
-                tuple(each.key for each in judged),
+            fits, keys, values, remedies = zip(
+                *(_judge(config, section, prefix, each) for each in needed.conditions), strict=True
             )
+            # An item of a list cannot be set on the command line.
+            default = _as_argument(field.default)
+            unset = f"remove {prefix}{key}" if "[" in prefix else f"{prefix}{key}={default}"
+            text = (
+                f"{prefix}{key} has no effect with {' and '.join(values)}: set"
+                f" {' or '.join(remedies)}, or {unset}"
+            )
+            if not any(fits):
+                yield Problem(text, (f"{prefix}{key}",), keys)
 
 
-class _Condition(NamedTuple):
-    """A condition of `OnlyWith`, judged for a config."""
-
-    holds: bool
-    key: str
-    value: str
-    remedy: str
-
-
-def _judge(config: Config, section: Section, prefix: str, condition: str) -> _Condition:
-    """Judge an `OnlyWith` condition of a setting in `section`."""
+def _judge(
+    config: Config, section: Section, prefix: str, condition: str
+) -> tuple[bool, str, str, str]:
+    """Return whether an `OnlyWith` condition holds, its setting, the current value, and a
+    remedy."""
     name, relation, allowed = re.split("(!?=|$)", condition, maxsplit=1)
     owner, _, key = name.rpartition(".")
     name = name if owner else prefix + key
     value: Any = getattr(getattr(config, owner) if owner else section, key)
     text = value if isinstance(value, str) else json.dumps(value)
-    current = shown(text)  # a stream command may contain a login
+    current = f"{name}={shown(text)}"  # a stream command may contain a login
     if relation == "=":
         remedy = f"{name}={allowed.replace('|', ' or ')}"
-        return _Condition(text in allowed.split("|"), name, current, remedy)
+        return text in allowed.split("|"), name, current, remedy
     if relation:
-        return _Condition(text != allowed, name, current, f"another {name}")
-    return _Condition(value not in (None, 0, "none", ()), name, current, name)
+        return text != allowed, name, current, f"another {name}"
+    return value not in (None, 0, "none", ()), name, current, name
 
 
 def _as_argument(value: Any) -> str:
@@ -275,59 +267,55 @@ def _void_in_sources(config: Config) -> Iterator[Problem]:
         if _is_given(data, key):
             text = f"data.{key} has no effect with data.sources: set it in each source"
             yield Problem(text, (f"data.{key}",), ("data.sources",))
-    for number, source in enumerate(data.sources):
-        yield from _void(config, source, f"data.sources[{number}].")
-    for number, each in enumerate((data, *data.sources)):
-        prefix = f"data.sources[{number - 1}]." if number else "data."
+    prefixes = ["data.", *(f"data.sources[{number}]." for number in range(len(data.sources)))]
+    for prefix, each in zip(prefixes, (data, *data.sources), strict=True):
+        if prefix != "data.":
+            yield from _void(config, each, prefix)
         if each.fraction is not None and each.samples_per_class is not None:
             keys = (f"{prefix}fraction", f"{prefix}samples_per_class")
             yield Problem(f"{' and '.join(keys)} are both given: keep one of them", keys, keys)
 
 
-def _void_by_others(config: Config) -> Iterator[Problem]:
-    """Yield settings without effect beside a value of another setting."""
-    augment = config.augment
-    auto = augment.auto_augment
-    if auto is not None and augment.randaugment_layers > 0:
-        policies = ("augment.auto_augment", "augment.randaugment_layers")
-        yield Problem(
-            f"augment.auto_augment={auto} replaces RandAugment: set augment.randaugment_layers=0"
-            " or augment.auto_augment=null",
+def _void_by_others(config: Config) -> list[Problem]:
+    """Return the settings without effect beside a value of another setting."""
+    augment, init, run = config.augment, config.init, config.run
+    end, epochs = augment.mixup_off_epoch, config.train.epochs
+    decay = config.schedule.final_weight_decay
+    policies = ("augment.auto_augment", "augment.randaugment_layers")
+    heads = ("init.select_classes", "init.reset_head")
+    rules = {
+        Problem(
+            f"augment.auto_augment={augment.auto_augment} replaces RandAugment: set"
+            " augment.randaugment_layers=0 or augment.auto_augment=null",
             policies,
             policies,
-        )
-    if config.init.select_classes and config.init.reset_head:
-        heads = ("init.select_classes", "init.reset_head")
-        yield Problem(
+        ): augment.auto_augment is not None and augment.randaugment_layers > 0,
+        Problem(
             "init.select_classes keeps rows of the head, but init.reset_head drops the head: set"
             " init.select_classes=false or init.reset_head=false",
             heads,
             heads,
-        )
-    end = augment.mixup_off_epoch
-    epochs = config.train.epochs
-    if end is not None and epochs is not None and end >= epochs:
-        yield Problem(
+        ): init.select_classes and init.reset_head,
+        Problem(
             f"augment.mixup_off_epoch={end} has no effect with train.epochs={epochs}: lower it, or"
             " set augment.mixup_off_epoch=null",
             ("augment.mixup_off_epoch",),
             ("train.epochs",),
-        )
-    decay = config.schedule.final_weight_decay
-    if decay is not None and decay == config.optim.weight_decay:
-        yield Problem(
+        ): end is not None and epochs is not None and end >= epochs,
+        Problem(
             f"schedule.final_weight_decay={decay} equals optim.weight_decay: set"
             " schedule.final_weight_decay=null",
             ("schedule.final_weight_decay",),
             ("optim.weight_decay",),
-        )
-    if config.run.local_dir is not None and "://" not in (config.run.dir or ""):
-        yield Problem(
+        ): decay == config.optim.weight_decay,
+        Problem(
             "run.local_dir has no effect if run.dir is a folder: set run.dir to a URL, or"
             " run.local_dir=null",
             ("run.local_dir",),
             ("run.dir",),
-        )
+        ): run.local_dir is not None and "://" not in (run.dir or ""),
+    }
+    return [problem for problem, holds in rules.items() if holds]
 
 
 def _augment_rules(augment: AugmentConfig) -> Rules:

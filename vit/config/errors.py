@@ -72,16 +72,12 @@ def void_settings(error: ValidationError) -> Iterator[tuple[Key, list[Key]]]:
         contradictions = item.get("ctx", {}).get("error")
         if isinstance(contradictions, Contradictions):
             for problem in contradictions.problems:
-                for key in problem.void:
-                    yield _key(key), [_key(other) for other in problem.because]
+                because = [tuple(key.split(".")) for key in problem.because]
+                yield from ((tuple(key.split(".")), because) for key in problem.void)
         elif item["type"] == "extra_forbidden":
             path, _ = _split(item["loc"], {})
             if ".".join(path) in all_keys():  # of another optimizer
                 yield path, [("optim", "name")]
-
-
-def _key(dotted: str) -> Key:
-    return tuple(dotted.split("."))
 
 
 def _split(

@@ -158,7 +158,7 @@ def _resolve(
     Settings that have no effect because of one in `chosen`, those of the command line, are removed
     from `tree` with a note. Then they count as chosen, because others may need them.
     """
-    dropped: dict[str, list[str]] = {}
+    notes: list[str] = []
     while True:
         try:
             config = Config.model_validate_json(json.dumps(tree))
@@ -176,15 +176,11 @@ def _resolve(
                 chosen.add(key)
                 origin = origins.get(key, source)
                 origins[key] = f"default, {origin} was dropped"
-                value = json.dumps(_get(tree, cause)).strip('"')
-                reason = f"{'.'.join(cause)}={shown(value)}"
-                dropped.setdefault(reason, []).append(f"{'.'.join(key)} of {origin}")
+                reason = f"{'.'.join(cause)}={shown(_scalar(_get(tree, cause)))}"
+                notes.append(f"note: {'.'.join(key)} of {origin} has no effect with {reason}")
             continue
-        if os.environ.get("RANK", "0") == "0":
-            for reason, settings in dropped.items():
-                verb = "have" if len(settings) > 1 else "has"
-                note = f"note: {', '.join(settings)} {verb} no effect with {reason}: dropped"
-                print(note, file=sys.stderr)
+        for note in notes if os.environ.get("RANK", "0") == "0" else ():
+            print(f"{note}: dropped", file=sys.stderr)
         return config, []
 
 

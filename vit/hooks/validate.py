@@ -126,11 +126,10 @@ def _constant_note(split: Split, top1: float) -> str:
     """Return a note if always answering the largest class of `split` is as accurate as `top1`
     percent, else ""."""
     counts = np.bincount(split.index["label"])
-    largest = int(counts.argmax())
-    share = 100 * counts[largest] / split.num_samples
+    share = 100 * counts.max() / split.num_samples
     if top1 > share + 1e-9:
         return ""
-    name = split.class_names[largest] if split.class_names else largest
+    name = split.class_names[counts.argmax()] if split.class_names else counts.argmax()
     return (
         f"note: {top1:.2f} % top-1 is not more than the {share:.2f} % of always answering the"
         f" largest class, {name}: the model has learned nothing useful; train longer"

@@ -65,8 +65,8 @@ def timm_wsd(
 ) -> Rate:
     """Return the schedule of timm's WSDLRScheduler.
 
-    epochs: the length with the warm-up, but without a cool-down. decay_epochs: 0 for timm's
-    `constant`. (timm 1.0.31: timm/scheduler/wsd_lr.py)
+    epochs: the length with the warm-up, but without a cool-down (timm 1.0.31:
+    timm/scheduler/wsd_lr.py).
     """
     decays: dict[str, Callable[[float], float]] = {
         "linear": lambda share: 1 - share,
@@ -78,11 +78,9 @@ def timm_wsd(
         t = time if per_step else math.floor(time)
         if t < warmup_epochs:
             return warmup_lr + t * (lr - warmup_lr) / warmup_epochs
-        past = t - (epochs - decay_epochs)
-        if past <= 0 or not decay_epochs:
-            return lr
+        share = min(max(t - (epochs - decay_epochs), 0) / decay_epochs, 1)
         decay = decays.get(decay_fn, lambda share: 1 - math.sqrt(share))
-        return min_lr + (lr - min_lr) * decay(min(past / decay_epochs, 1))
+        return min_lr + (lr - min_lr) * decay(share)
 
     return rate
 

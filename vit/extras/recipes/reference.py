@@ -340,14 +340,13 @@ class ReferenceCurve(Hook):
             self._comparison = create_comparison(config, data.plan, data.sets[0][0].split)
         if not self._comparison.is_of_other_data:
             return Notes()
+        self._is_recorded = True
         note = f"note: eval.reference={config.eval.reference} is not compared"
         return Notes(lines=(f"{note}: {self._comparison.refusal}",))
 
     def begin(self, run: Run) -> None:
         """Log the published curve and its differences from this run, unless the run is finished."""
         if self._is_recorded or not run.world.is_main or run.state.is_finished(run.plan):
-            return
-        if self._comparison.is_of_other_data:
             return
         self._is_recorded = True
         comparison = self._comparison

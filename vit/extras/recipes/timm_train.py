@@ -361,13 +361,16 @@ def _map_schedule(reading: Reading) -> None:
     }
     names = "sched sched_on_updates min_lr warmup_lr warmup_epochs"
     of_step = "decay_rate decay_milestones patience_epochs lr_stable_timescale"
-    if kind == "none":
-        reading.same("sched", {"schedule.name": "constant"})
-        rest = f"{names.removeprefix('sched ')} {of_step} lr_k_decay decay_epochs lr_decay_fn"
-        reading.inert(f"{rest} cooldown_epochs", "--sched none")
-        return
-    if kind in ("wsd", "constant"):
+    if kind == "wsd":
         _map_wsd(reading, names, settings, of_step)
+        return
+    if kind in ("constant", "none"):
+        has_warmup = kind == "constant" and args["warmup_epochs"]
+        kept = ("interval", "warmup_epochs", "warmup_lr") if has_warmup else ()
+        ours = {f"schedule.{key}": settings[f"schedule.{key}"] for key in kept}
+        reading.same(names, {"schedule.name": "constant", **ours})
+        rest = f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs"
+        reading.inert(rest, "the rate is constant")
         return
     unused = f"decay_epochs lr_decay_fn {of_step}"
     note = ""
@@ -400,55 +403,39 @@ def _map_schedule(reading: Reading) -> None:
 
 
 def _map_wsd(reading: Reading, names: str, settings: dict[str, Any], unused: str) -> None:
-    """Map `--sched wsd` and `--sched constant` (timm/scheduler/scheduler_factory.py).
+    """Map `--sched wsd` (timm/scheduler/scheduler_factory.py).
 
     In timm, the decay is a fraction of the epochs after the warm-up, rounded to whole epochs unless
     the rate changes each step.
     """
     args = reading.args
-    kind = args["sched"]
+    warmup = args["warmup_epochs"]
+    after_warmup = args["epochs"] - (0 if args["warmup_prefix"] else warmup)
+    stated = 0.2 if args["decay_epochs"] is None else args["decay_epochs"]
+    decay = stated * after_warmup if 0 < stated < 1 else stated
+    decay = decay if args["sched_on_updates"] else round(decay)
+    if not 0 < decay <= after_warmup:
+        raise ValueError(
+            f"--decay-epochs {stated:g}: timm rejects a decay of {decay:g} epochs in"
+            f" {after_warmup} epochs after the warm-up"
+        )
+    _map_cooldown(reading)
     del settings["schedule.warmup_prefix"]  # the warm-up is always first
-    settings["schedule.name"] = kind
-    length = args["epochs"] + (args["warmup_epochs"] if args["warmup_prefix"] else 0)
-    decay = 0.0
-    reasons = ""
-    if kind == "constant":
-        unused += " decay_epochs lr_decay_fn cooldown_epochs"
-        del settings["schedule.min_lr"]
-        if not args["warmup_epochs"]:
-            del settings["schedule.interval"]
-    else:
-        after_warmup = length - args["warmup_epochs"]
-        stated = 0.2 if args["decay_epochs"] is None else args["decay_epochs"]
-        decay = stated * after_warmup if 0 < stated < 1 else stated
-        if not args["sched_on_updates"]:
-            decay = round(decay)
-        if not 0 < decay <= after_warmup:
-            raise ValueError(
-                f"--decay-epochs {stated:g}: timm rejects a decay of {decay:g} epochs in"
-                f" {after_warmup} epochs after the warm-up"
-            )
-        _map_cooldown(reading)
-        form = args["lr_decay_fn"] or "1-sqrt"
-        settings["schedule.decay_fraction"] = decay / reading.settings["train.epochs"]
+    form = args["lr_decay_fn"] or "1-sqrt"
+    settings |= {
+        "schedule.name": "wsd",
+        "schedule.decay_fraction": decay / reading.settings["train.epochs"],
         # timm's `power` has the exponent 1/2 here.
-        settings["schedule.decay_form"] = "linear" if form == "linear" else "1-sqrt"
-        names += " decay_epochs lr_decay_fn"
-        reasons = f"--lr-decay-fn {form}" if form in ("cosine", "exp") else ""
-    shape = partial(
-        timm_wsd,
-        decay_epochs=decay,
-        decay_fn=args["lr_decay_fn"] or "1-sqrt",
-        per_step=args["sched_on_updates"],
-    )
+        "schedule.decay_form": "linear" if form == "linear" else "1-sqrt",
+    }
     map_schedule(
         reading,
-        names,
+        f"{names} decay_epochs lr_decay_fn",
         settings,
-        shape,
+        partial(timm_wsd, decay_epochs=decay, decay_fn=form, per_step=args["sched_on_updates"]),
         unused=f"{unused} lr_k_decay",
-        reasons=reasons,
-        epochs=length,
+        reasons=f"--lr-decay-fn {form}" if form in ("cosine", "exp") else "",
+        epochs=warmup + after_warmup,
     )
 
 
