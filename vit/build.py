@@ -119,13 +119,10 @@ def _build(
     # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint's values into them.
     state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if newest is not None:
-        folder, info = newest
-        state = checkpoints.state_of(info)
+        state = checkpoints.state_of(newest[1])
         fit_state(state, place.folder, facts, data.plan, world)
-        notes.append(
-            rate_notes(config_io.from_dict(info["config"], str(folder)), config, data, state)
-        )
-        checkpoints.load_checkpoint(folder, train_step)
+        notes.append(rate_notes(newest[1], config, data, state))
+        checkpoints.load_checkpoint(newest[0], train_step)
         times.end("checkpoint")
 
     # 6. metrics.jsonl. Rank 0 starts first, because it creates the folder.

@@ -100,11 +100,12 @@ def fit_state(
     state.restarts += 1
 
 
-def rate_notes(before: Config, config: Config, data: RunData, state: RunState) -> Notes:
+def rate_notes(info: dict[str, Any], config: Config, data: RunData, state: RunState) -> Notes:
     """Return a note if the learning rate jumps because a changed setting changed the schedule.
 
-    before: the config of the checkpoint.
+    info: the content of the checkpoint's `checkpoint.json`.
     """
+    before = config_io.from_dict(info["config"], "the checkpoint")
     plan, _ = make_plan(before, data.train_set.num_draws, 1, data.train_set.shares)
     last = max(state.step - 1, 0)
     old, unchanged = (rates(*each)[0](last) for each in ((before, plan), (config, data.plan)))

@@ -70,20 +70,7 @@ def start_lines(
             f" from a micro-batch of {plan.micro_batch_size}: use a larger data.micro_batch_size,"
             " or model.drop_path_form=mask"
         )
-    num_known = batches.split.num_classes
-    if config.model.num_classes is not None and config.model.num_classes > num_known:
-        yield (
-            f"note: {config.model.num_classes - num_known:,} of the {config.model.num_classes:,}"
-            " classes of model.num_classes have no image: model.num_classes=null gives the head"
-            f" the data's {num_known:,} classes"
-        )
-    is_short = plan.total_steps < FEW_UPDATES and config.train.epochs is not None
-    if is_short and config.init.checkpoint is None:
-        yield (
-            f"note: train.epochs={config.train.epochs:g} is only {plan.total_steps} updates of"
-            f" random weights, and fewer than {FEW_UPDATES} rarely learn anything: raise"
-            " train.epochs, or start from trained weights (init.checkpoint)"
-        )
+    yield from _size_notes(config, plan, batches)
     if plan.warmup_steps >= plan.total_steps:
         yield (
             f"note: the warm-up takes {plan.warmup_steps} steps, but the run has only"
@@ -109,4 +96,22 @@ def start_lines(
         yield (
             f"{config.run.dir} is finished: {state.step} steps{best}; to train more, use another"
             f" run.dir, or a larger {length} with --allow-change {length}"
+        )
+
+
+def _size_notes(config: Config, plan: Plan, batches: AugmentedBatches) -> Iterator[str]:
+    """Yield notes about classes without images, and about a run that is too short to learn."""
+    num_known = batches.split.num_classes
+    if config.model.num_classes is not None and config.model.num_classes > num_known:
+        yield (
+            f"note: {config.model.num_classes - num_known:,} of the {config.model.num_classes:,}"
+            " classes of model.num_classes have no image: model.num_classes=null gives the head"
+            f" the data's {num_known:,} classes"
+        )
+    is_short = plan.total_steps < FEW_UPDATES and config.train.epochs is not None
+    if is_short and config.init.checkpoint is None:
+        yield (
+            f"note: train.epochs={config.train.epochs:g} is only {plan.total_steps} updates of"
+            f" random weights, and fewer than {FEW_UPDATES} rarely learn anything: raise"
+            " train.epochs, or start from trained weights (init.checkpoint)"
         )
