@@ -1,6 +1,7 @@
 """PrepError, the exception for mistakes that the user can correct, and helpers for messages."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,14 @@ def readable(
 def require(path: Path, expected: str) -> None:
     """Raise PrepError if a file or folder does not exist. expected: the files that may be there."""
     if not path.exists():
-        raise PrepError(f"{path}: no such file or folder; expected {expected}")
+        raise PrepError(f"{path}: {why_missing(path)}; expected {expected}")
+
+
+def why_missing(path: Path, kind: str = "file or folder") -> str:
+    """Return why `path` does not exist: "no such file or folder", or a link to nowhere."""
+    if path.is_symlink():
+        return f"is a link to {os.readlink(path)}, which does not exist"
+    return f"no such {kind}"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

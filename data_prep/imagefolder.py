@@ -3,18 +3,21 @@
     python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F] [--class-order text|number]
     python -m data_prep.imagefolder FOLDER --out ROOT --download URL [--sha256 HEX]
 
-SOURCE has `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or only
-`<class>/...`. Without a validation folder, a tenth of each class becomes `val`. Images may be in
-subfolders of their class. A label is the position of the class in the sorted names of train's
-classes. A key is the path below the split, without extension, in safe characters. A metadata.csv or
-metadata.jsonl in Hugging Face's form (file_name and a label in each row) replaces class folders.
-With --no-classes, images have no labels. All other files are counted and reported
-(data_prep/read/image_tree.py). The command fails if more images are in unsupported formats than
---max-unreadable allows.
+SOURCE has `train/<class>/...` and possibly `val/<class>/...` and `test/<class>/...`, or only
+`<class>/...`. Other usual names of splits (`Training`, `valid`, `test_set`) are recognized too
+(data_prep/read/split_names.py), and outer folders that contain everything are stepped through. The
+command prints which splits and classes it found, and --layout overrides its choice. Without a
+validation folder, `test` becomes `val`. Without both, or with --val-fraction, a fraction of each
+class becomes `val`. Images may be in subfolders of their class. A label is the position of the
+class in the sorted names of train's classes. A key is the path below the split, without extension,
+in safe characters. A metadata.csv or metadata.jsonl in Hugging Face's form (file_name and a label
+in each row) replaces class folders. With --no-classes, images have no labels. All other files are
+counted and reported (data_prep/read/image_tree.py). The command fails if more images are in
+unsupported formats than --max-unreadable allows.
 
 Folders are listed one class at a time, so memory depends on the largest class. Links are followed,
 but a link to a parent folder is an error. A zip or tar is read in place and produces the same
-shards as its unpacked folder, even if one outer folder contains everything. A .tar.gz is first
+shards as its unpacked folder. A .tar.gz is first
 decompressed next to the original. --download fetches the archive into FOLDER and resumes after a
 lost connection.
 """
@@ -23,25 +26,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
-from data_prep.errors import PrepError, share_to_allow, some
+from data_prep.errors import PrepError, share_to_allow, some, why_missing
 from data_prep.read.archives import inflate_tar, is_compressed_tar
-from data_prep.read.class_tree import (
-    FolderTree,
-    Tree,
-    add_images,
-    open_archive,
-    open_tree,
-    split_by_hash,
-)
+from data_prep.read.class_tree import FolderTree, Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import ARCHIVE_FLAGS, fetched
+from data_prep.read.folder_layout import LAYOUTS, Layout, describe_layout, normalized, read_layout
 from data_prep.read.image_tree import Ignored, unique_keys
 from data_prep.write.catalogue import Builder, Source
 from data_prep.write.plan import Settings, allowed_unreadable
@@ -49,21 +45,10 @@ from data_prep.write.samples import safe_key
 from vit.data.decode.image_files import EXTENSIONS
 from vit.data.shards.members import NO_LABEL
 
-VAL_FOLDERS = ("val", "validation", "test")
 CLASS_ORDERS = ("text", "number")
 
 
 # ---- the source ----------------------------------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """The folder tree of each split."""
-
-    root: Tree
-    train: Tree
-    """The training images: `root` itself if `root` contains the class folders."""
-    val: Tree | None
-    """The validation images, or None if val is split off from train."""
 
 
 def source(
@@ -74,6 +59,7 @@ def source(
     no_classes: bool = False,
     max_unreadable: float = Settings().max_unreadable,
     out: Path | None = None,
+    layout: str | None = None,
 ) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
@@ -81,33 +67,42 @@ def source(
     one of CLASS_ORDERS, required only if the class names are numbers whose order is unclear.
     label_column: the metadata.csv column with the class names, needed if several columns are
     possible. no_classes: use all images without labels. max_unreadable: the maximum fraction of
-    images that may be in unsupported formats. out: the output folder.
+    images that may be in unsupported formats. out: the output folder. layout: one of LAYOUTS,
+    required only if it is unclear whether folders are splits or classes.
 
-    Raises PrepError if `path` is missing, is not an archive, contains `out`, or has a val folder
-    but no train folder. Listing the images raises PrepError for missing or conflicting classes, an
+    Raises PrepError if `path` is missing, is not an archive or contains `out`, and like
+    `read_layout`. Listing the images raises PrepError for missing or conflicting classes, an
     unclear class order, and too many images in unsupported formats.
     """
-    layout = _layout(_open(path, label_column, no_classes))
-    train, val = layout.train, layout.val
-    if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
+    root = _open(path, label_column, no_classes)
+    is_inside = out is not None and out.parent == root.file.resolve()
+    found = read_layout(root, layout, not no_classes, out.name if out and is_inside else "")
+    if out is not None and (
+        out == path.resolve() or out.is_relative_to(found.train.file.resolve())
+    ):
         raise PrepError(f"{out}: this folder is inside the source {path}: choose another --out")
-    if val is not None:
-        refuse_val_fraction(val_fraction, val)
     options: dict[str, Any] = {}
     fractions = {"train": 1.0}
-    if val is None:
+    if val_fraction is None:
+        found.use_test_as_val()
+    if "val" in found.held_out:
+        refuse_val_fraction(val_fraction, found.held_out["val"])
+    else:
         if val_fraction is None:
             val_fraction = 0.0 if no_classes else VAL_FRACTION
         options["val_fraction"] = val_fraction
         fractions = {"train": 1 - val_fraction, "val": val_fraction}
-    # Omit the default "text", because older data sets did not record it.
+    print(describe_layout(found, root, fractions.get("val", 0.0), not no_classes), flush=True)
+    # Omit the defaults, because older data sets did not record them.
     if class_order == "number":
         options["class_order"] = "number"
-    fill = partial(_fill, layout, fractions, max_unreadable, class_order)
+    if layout is not None:
+        options["layout"] = layout
+    fill = partial(_fill, found, fractions, max_unreadable, class_order)
     if no_classes:
         options["label"] = NO_LABEL
-        fill = partial(_fill_unlabelled, layout, fractions, max_unreadable)
-    return Source("imagefolder", options, fill, train.read, train.inputs)
+        fill = partial(_fill_unlabelled, found, fractions, max_unreadable)
+    return Source("imagefolder", options, fill, found.train.read, found.train.inputs)
 
 
 def _open(path: Path, label_column: str | None, no_classes: bool) -> Tree:
@@ -115,27 +110,15 @@ def _open(path: Path, label_column: str | None, no_classes: bool) -> Tree:
         if is_compressed_tar(path):
             path = inflate_tar(path)
             print(f"{path}: decompressed, because a compressed tar has no random access")
-        tree = open_tree(path) if no_classes else open_archive(path)
-        print(f"{path}: reading the images of {tree} in place, without unpacking", flush=True)
-        return tree
+        print(f"{path}: reading the images in place, without unpacking", flush=True)
+        return open_tree(path)
     if not path.is_dir():
+        problem = "not a folder" if path.exists() else why_missing(path, "folder")
         raise PrepError(
-            f"{path}: {'not a folder' if path.exists() else 'no such folder'}; expected a folder"
-            " with one subfolder of images per class, or a zip or tar of such a folder"
+            f"{path}: {problem}; expected a folder with one subfolder of images per class, or a zip"
+            " or tar of such a folder"
         )
-    return FolderTree(path) if no_classes else open_tree(path, label_column)
-
-
-def _layout(root: Tree) -> Layout:
-    val = next((root.below(name) for name in VAL_FOLDERS if root.below(name).exists()), None)
-    if root.below("train").exists():
-        return Layout(root, root.below("train"), val)
-    if val is not None and not (set(root.folders()) - set(VAL_FOLDERS)):
-        raise PrepError(
-            f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*, or"
-            " only <class>/*"
-        )
-    return Layout(root, root, None)  # Without train/, a folder named `test` is an ordinary class.
+    return FolderTree(path, has_tables=False) if no_classes else open_tree(path, label_column)
 
 
 def _fill(
@@ -146,26 +129,20 @@ def _fill(
     builder: Builder,
 ) -> None:
     """Add the images of the class folders. fractions: the share of each split in train's folder."""
-    root, train, val = layout
-    names = _in_order(train, train.folders(), class_order)
-    used = {"train"} if val is None else {"train", val.name}
-    if train is not root and (unused := [name for name in root.folders() if name not in used]):
-        # _info.json records this text, so rewording it would change the output bytes.
-        builder.report(f"folders beside {train} that are not used: {', '.join(unused)}")
+    train = layout.train
+    names = _in_order(train, train.classes(), class_order)
+    for note in layout.notes:
+        builder.report(note)
     labels = _labels(train, names)
     builder.classes(names)
     ignored = Ignored()
-    of_train = {name: labels[_normalized(name)] for name in names}
+    of_train = {name: labels[normalized(name)] for name in names}
     _add_split(builder, train, of_train, fractions, ignored)
     per_class = builder.count("train")
     also = ignored.images_in_brackets()
     if not per_class.sum():
-        if ignored.stray and train is root:
-            raise PrepError(
-                f"{train}: contains {len(ignored.stray):,} images outside class folders: pass its"
-                f" parent, {train.file.resolve().parent}, if the layout is <class>/<image>, or use"
-                " --no-classes"
-            )
+        if ignored.stray:
+            raise PrepError(_outside_classes(train, len(ignored.stray)))
         raise PrepError(
             f"{train}: found no images ({', '.join(EXTENSIONS)}) in its {len(names)}"
             f" subfolders{also}; expected <class>/<image>"
@@ -180,8 +157,9 @@ def _fill(
             f"{train}: contains only one class ({', '.join(names)}); expected at least two class"
             " folders"
         )
-    if val is not None:
-        _fill_val(val, labels, ignored, builder)
+    builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
+    for split, tree in layout.held_out.items():
+        _fill_held_out(split, tree, labels, ignored, builder)
     _check_ignored(ignored, max_unreadable, builder)
 
 
@@ -190,40 +168,57 @@ def _fill_unlabelled(
 ) -> None:
     """Add all images of the folders without labels."""
     ignored = Ignored()
-    for tree, shares in ((layout.train, fractions), (layout.val, {"val": 1.0})):
-        if tree is not None:
-            _add_split(builder, tree, {"": -1}, shares, ignored)
-            if not builder.count(next(iter(shares))).any():
-                raise PrepError(
-                    f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
-                    f"{ignored.images_in_brackets()}"
-                )
+    for note in layout.notes:
+        builder.report(note)
+    held_out = ((tree, {split: 1.0}) for split, tree in layout.held_out.items())
+    for tree, shares in ((layout.train, fractions), *held_out):
+        _add_split(builder, tree, {"": -1}, shares, ignored)
+        if not builder.count(next(iter(shares))).any():
+            raise PrepError(
+                f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
+                f"{ignored.images_in_brackets()}"
+            )
     _check_ignored(ignored, max_unreadable, builder)
 
 
-def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder) -> None:
-    """Add the images of the val folder. labels: maps normalized class names to labels."""
-    names = val.folders()
-    _labels(val, names)
+def _fill_held_out(
+    split: str, tree: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder
+) -> None:
+    """Add the images of val or test. labels: maps normalized class names to labels."""
+    names = tree.classes()
+    _labels(tree, names)
     if unknown := [
-        name for name in names if _normalized(name) not in labels and any(val.images(name))
+        name for name in names if normalized(name) not in labels and any(tree.images(name))
     ]:
         raise PrepError(
-            f"{val}: these classes have no training folder: {', '.join(unknown)}; remove their"
+            f"{tree}: these classes have no training folder: {', '.join(unknown)}; remove their"
             " folders, or add the classes to train"
         )
-    of_val = {name: labels[_normalized(name)] for name in names if _normalized(name) in labels}
-    _add_split(builder, val, of_val, {"val": 1.0}, ignored)
-    if not builder.count("val").sum():
+    in_train = {name: labels[normalized(name)] for name in names if normalized(name) in labels}
+    outside_before = len(ignored.stray)
+    _add_split(builder, tree, in_train, {split: 1.0}, ignored)
+    if not builder.count(split).sum():
+        if outside := len(ignored.stray) - outside_before:
+            raise PrepError(_outside_classes(tree, outside))
         raise PrepError(
-            f"{val}: contains no images; expected <class>/<image>, or remove the folder and use"
+            f"{tree}: contains no images; expected <class>/<image>, or remove the folder and use"
             " --val-fraction"
         )
 
 
+def _outside_classes(tree: Tree, number: int) -> str:
+    is_archive = tree.file.is_file()
+    parent = "" if is_archive else f"pass its parent, {tree.file.resolve().parent}, if the layout"
+    expected = "expected" if is_archive else f"{parent} is"
+    return (
+        f"{tree}: contains {number:,} images outside class folders: {expected} <class>/<image>, or"
+        " use --no-classes"
+    )
+
+
 def _check_ignored(ignored: Ignored, max_unreadable: float, builder: Builder) -> None:
     """Report skipped files. Raises PrepError if too many skipped files are images."""
-    taken = int(builder.count("train").sum() + builder.count("val").sum())
+    taken = int(sum(builder.count(split).sum() for split in ("train", "val", "test")))
     total = taken + ignored.num_images
     if ignored.num_images > (allowed := allowed_unreadable(max_unreadable, total)):
         raise PrepError(
@@ -236,11 +231,6 @@ def _check_ignored(ignored: Ignored, max_unreadable: float, builder: Builder) ->
         builder.report(line)
 
 
-def _normalized(name: str) -> str:
-    """Return a name in NFC form. macOS stores letters and accents as separate characters."""
-    return unicodedata.normalize("NFC", name)
-
-
 def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     """Return the label of each class, by normalized name.
 
@@ -248,7 +238,7 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     """
     by_name: dict[str, list[str]] = {}
     for name in names:
-        by_name.setdefault(_normalized(name), []).append(name)
+        by_name.setdefault(normalized(name), []).append(name)
     if twice := [
         " and ".join(str(os.fsencode(name)) for name in same)
         for same in by_name.values()
@@ -334,6 +324,7 @@ def _source(args: argparse.Namespace) -> Source:
         no_classes=args.no_classes,
         max_unreadable=args.max_unreadable,
         out=Path(args.out).resolve(),
+        layout=args.layout,
     )
 
 
@@ -347,6 +338,10 @@ main = source_command(
             "help": "folder, zip or tar with train/ and val/, or with class folders",
         },
         **VAL_FRACTION_FLAG,
+        "--layout": {
+            "choices": LAYOUTS,
+            "help": "what the folders in SOURCE are, if it is unclear: splits, or classes",
+        },
         "--class-order": {
             "choices": CLASS_ORDERS,
             "help": (

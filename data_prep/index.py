@@ -40,6 +40,7 @@ import numpy as np
 from data_prep.command import MAX_UNREADABLE_FLAG, WORKERS_FLAG, command_line
 from data_prep.errors import NEXT_LINE, PrepError, counted, share_to_allow, some
 from data_prep.read.class_names import NO_FLAGS, IndexFlags, choose_layout
+from data_prep.read.split_names import split_of
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
     Indexed,
@@ -230,8 +231,9 @@ def _refuse_invalid(
 
 def _settings(output: Output, splits: list[str]) -> str:
     """Return the command-line settings for training on this data set."""
-    train = next((name for name in splits if name.lower().startswith("train")), splits[0])
-    val = next((name for name in splits if name != train), None)
+    train = next((name for name in splits if split_of(name) == "train"), splits[0])
+    others = [name for name in splits if name != train]
+    val = next((name for name in others if split_of(name) == "val"), others[0] if others else None)
     settings = quote(f"data.root={output}")
     if train != "train":
         settings += f" data.train_split={train}"

@@ -41,13 +41,9 @@ from data_prep.read.parquet import (
     read,
     spool,
 )
+from data_prep.read.split_names import SPLIT_WORDS
 from data_prep.write.catalogue import Builder, Source
 
-SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
 NO_LABEL = (None, -1)
 """The values that mean a missing label. Data sets on Hugging Face use -1 for secret labels."""
 
@@ -257,7 +253,7 @@ def source(
     refuse_val_fraction(val_fraction, *files.get("val", ()))
     first = files["train"][0]
     readmes = [folder / "README.md" for folder in (first.parent, first.parent.parent)]
-    readmes = [readme for readme in readmes if readme.is_file()]
+    readmes = [readme for readme in readmes if os.path.lexists(readme)]
     columns = choose_columns(first, readmes, image, label)
     numbers = ", ".join(f"{split} {len(of_split)}" for split, of_split in files.items())
     print(
@@ -325,7 +321,9 @@ def _fill(
             )
             first += len(stems)
     if not builder.count("val").any():
-        builder.hold_out("train", "val", VAL_FRACTION if val_fraction is None else val_fraction)
+        held_out = VAL_FRACTION if val_fraction is None else val_fraction
+        builder.hold_out("train", "val", held_out)
+        builder.report_held_out("val", held_out, "--val-fraction {}")
 
 
 # ---- the command ---------------------------------------------------------------------------------

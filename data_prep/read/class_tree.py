@@ -34,10 +34,12 @@ FILE_NAME = "file_name"
 class FolderTree:
     """A folder on disk that contains class folders. `str` returns the path for messages."""
 
-    def __init__(self, path: Path, label_column: str | None = None):
+    def __init__(self, path: Path, label_column: str | None = None, has_tables: bool = True):
+        """has_tables: whether tables in subfolders define the classes of their images."""
         self.file = path
         """The archive or folder that contains the images."""
         self.label_column = label_column
+        self.has_tables = has_tables
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
         """The function that reads the bytes of an image. It works in any process."""
@@ -49,15 +51,27 @@ class FolderTree:
 
     def below(self, name: str) -> FolderTree:
         """Return the subfolder `name`."""
+        if not self.has_tables:
+            return FolderTree(self.file / name, has_tables=False)
         return open_folder(self.file / name, self.label_column)
-
-    def exists(self) -> bool:
-        """Return whether the folder exists."""
-        return self.file.is_dir()
 
     def folders(self) -> list[str]:
         """Return the sorted names of all subfolders that are not hidden."""
         return listed(self.file)[0]
+
+    def classes(self) -> list[str]:
+        """Return the sorted names of the classes."""
+        return self.folders()
+
+    def has_images(self) -> bool:
+        """Return whether there are images at any depth, except in a folder of shards."""
+        # A folder of shards also contains a contact sheet.
+        return "_info.json" not in listed(self.file)[1] and any(images_below(self.file))
+
+    def has_images_inside(self) -> bool:
+        """Return whether there are images beside the subfolders."""
+        self.count_stray(ignored := Ignored())
+        return bool(ignored.stray)
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
         """Yield the paths of images below `folder`, relative to `folder`.
@@ -101,7 +115,7 @@ class TableTree(FolderTree):
             return TableTree(self.file / name, self.label_column, by_class)
         return super().below(name)
 
-    def folders(self) -> list[str]:
+    def classes(self) -> list[str]:
         return sorted(self._by_class)
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
@@ -126,7 +140,7 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
     If the folder also contains class folders, the table's column is used only if it has a usual
     name. Raises PrepError for a table that cannot be read, is ambiguous, or names missing files.
     """
-    table = next((path / name for name in METADATA if (path / name).is_file()), None)
+    table = next((path / name for name in METADATA if os.path.lexists(path / name)), None)
     if table is None:
         return FolderTree(path, label_column)
     rows = _rows_of(table)
@@ -209,11 +223,17 @@ class ArchiveTree:
             self.file, self.read, self._places, self._inside(name)
         )
 
-    def exists(self) -> bool:
-        return bool(self._files or self._folders)
-
     def folders(self) -> list[str]:
         return sorted(self._folders)
+
+    def classes(self) -> list[str]:
+        return self.folders()
+
+    def has_images(self) -> bool:
+        return "_info.json" not in self._files and any(self.images(""))
+
+    def has_images_inside(self) -> bool:
+        return any(name.lower().endswith(EXTENSIONS) for name in self._files)
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
         tree = self.below(folder) if folder else self
@@ -257,27 +277,6 @@ def _list_archive(path: Path) -> ArchiveTree:
             if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
                 tree.add(parts, (name, int(offset), int(size)))
     return tree
-
-
-def open_archive(path: Path) -> ArchiveTree:
-    """Return the folder in a zip or tar that contains class folders, or train/ and val/.
-
-    Many archives contain a single outer folder with the archive's name. This function returns the
-    outermost folder that contains `train`, or images in several subfolders. Raises PrepError for a
-    file that is not a zip or tar, is damaged, or has no images in folders.
-    """
-    tree = _list_archive(path)
-    while True:
-        with_images = [name for name in tree.folders() if any(tree.images(name))]
-        if not with_images:
-            raise PrepError(
-                f"{tree}: found no images ({', '.join(EXTENSIONS)}) in its folders; expected a zip"
-                " or tar of <class>/<image>, or of train/<class>/<image> and val/<class>/<image>"
-            )
-        inner = tree.below(with_images[0])
-        if len(with_images) > 1 or inner.name == "train" or not inner.folders():
-            return tree
-        tree = inner
 
 
 # ---- adding images to a catalog ------------------------------------------------------------------

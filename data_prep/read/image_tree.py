@@ -8,6 +8,7 @@ followed.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from pathlib import Path
 from data_prep.errors import PrepError, counted, some
 from data_prep.write.samples import Sample, safe_key, stable_hash
 from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read_image
+
+FILE_SUFFIX = re.compile(r"\.[a-z]\w{0,4}$", re.IGNORECASE)
+"""Matches the end of a file name, but not of folder names such as `v1.2` and `St. Bernard`."""
 
 
 @dataclass
@@ -85,7 +89,7 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
     try:
         with os.scandir(folder) as entries:
             visible = sorted(
-                (entry.name, entry.is_dir())
+                (entry.name, _is_folder(entry))
                 for entry in entries
                 if not entry.name.startswith(".") and entry.name != "__MACOSX"
             )
@@ -96,6 +100,22 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
         ) from error
     folders = [name for name, is_folder in visible if is_folder]
     return folders, [name for name, is_folder in visible if not is_folder]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder, or a link to one.
+
+    Raises PrepError for a link to nowhere, unless its name has a suffix like those of files. Images
+    with such names are reported when they are read.
+    """
+    is_folder = entry.is_dir()
+    is_other_link = entry.is_symlink() and not is_folder and not FILE_SUFFIX.search(entry.name)
+    if is_other_link and not os.path.exists(entry.path):
+        raise PrepError(
+            f"{entry.path}: is a link to {os.readlink(entry.path)}, which does not exist: correct"
+            " or remove the link"
+        )
+    return is_folder
 
 
 def images_below(

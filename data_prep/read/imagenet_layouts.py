@@ -37,6 +37,7 @@ from data_prep.errors import PrepError, readable
 from data_prep.read import parquet
 from data_prep.read.archives import Members, read_zip_member, small_members, walk_tar, walk_zip
 from data_prep.read.image_tree import listed
+from data_prep.read.split_names import SPLIT_WORDS
 from data_prep.write.catalogue import Builder
 from data_prep.write.samples import Sample
 from vit.system.tar_walk import describe_content
@@ -48,7 +49,8 @@ IMAGE = re.compile(
 )
 """Matches an image name. Groups: key, WNID of a training image, WNID added by Hugging Face."""
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-VAL_FOLDERS = ("val", "validation")
+SPLIT_FOLDERS = {word: split for word, split in SPLIT_WORDS.items() if split != "test"}
+"""Maps the usual names of folders to splits. ImageNet's test images have no labels."""
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 READERS = 4
@@ -182,7 +184,7 @@ def flat(path: Path) -> Layout:
 # ---- zip and parquet -----------------------------------------------------------------------------
 
 IN_ZIP = re.compile(
-    r"(?:.*/)?(train|val|validation)/(?:(n\d{8})/)?([^./][^/]*)", re.IGNORECASE | re.ASCII
+    rf"(?:.*/)?({'|'.join(SPLIT_FOLDERS)})/(?:(n\d{{8}})/)?([^./][^/]*)", re.IGNORECASE | re.ASCII
 )
 
 
@@ -191,7 +193,7 @@ def place_in_zip(name: str) -> tuple[str, str, str] | None:
     match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
     if match is None or name.startswith("__MACOSX/"):
         return None
-    return "train" if match[1].lower() == "train" else "val", match[2] or "", match[3]
+    return SPLIT_FOLDERS[match[1].lower()], match[2] or "", match[3]
 
 
 def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:

@@ -21,9 +21,9 @@ from data_prep.read.imagenet_layouts import (
     IMAGE_EXTENSIONS,
     KAGGLE_TABLE,
     META,
+    SPLIT_FOLDERS,
     TRAIN_TAR,
     TRUTH,
-    VAL_FOLDERS,
     VAL_TAR,
     WNID,
     Layout,
@@ -42,7 +42,7 @@ from data_prep.read.imagenet_layouts import (
 )
 from data_prep.write.samples import Sample
 
-FOLDERS = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {
+FOLDERS = {*SPLIT_FOLDERS, "data", "ilsvrc", "cls-loc"} | {
     f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")
 }
 """The names of subfolders to search, in lower case."""
@@ -146,7 +146,7 @@ def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
     for wnid in wnids:
         if names := members_of(folder / wnid).names:
             return "val" if names[0].startswith(VAL_IMAGE) else "train"
-    return "val" if folder.name.lower() in VAL_FOLDERS else "train"
+    return SPLIT_FOLDERS.get(folder.name.lower(), "train")
 
 
 def _look_into(folder: Path, search: Search, named: bool) -> None:
@@ -166,7 +166,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
         name.startswith(VAL_IMAGE) and name.lower().endswith(IMAGE_EXTENSIONS) for name in files
     )
     has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
-    is_split = folder.name.lower() in ("train", *VAL_FOLDERS)
+    is_split = folder.name.lower() in SPLIT_FOLDERS
     if strange and (wnids or (is_split and not (usual or is_flat or has_archives))):
         raise PrepError(
             f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
@@ -200,8 +200,9 @@ def find_layouts(paths: Sequence[Path]) -> Search:
         look(path, search, named=True)
     layouts = [*search.layouts, *map(folder_of_tars, _by_folder(search.inner_tars).values())]
     for files in _by_folder(search.parquets).values():
-        for split, names in (("train", ("train",)), ("val", VAL_FOLDERS)):
-            if of_split := [file for file in files if file.name.split("-")[0] in names]:
+        words = {file: SPLIT_FOLDERS.get(file.name.split("-")[0]) for file in files}
+        for split in ("train", "val"):
+            if of_split := [file for file in files if words[file] == split]:
                 layouts.append(parquet_layout(split, of_split))
     search.layouts = []
     for split in ("train", "val"):

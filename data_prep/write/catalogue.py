@@ -46,6 +46,8 @@ SPOOL = "_spool"
 """The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
 """The maximum number of rows to sort or compare at a time. Larger tables are split into parts."""
+FEW_IMAGES = 100
+"""Below this number of val images, a 95 % confidence interval of an accuracy exceeds +-10 %."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,42 @@ class Builder:
         counted = self._per_class(table.rows["label"][held])
         self._counts[split] = self._counts[split] - counted
         self._counts[into] = counted
+
+    def report_held_out(self, split: str, fraction: float, flag: str) -> None:
+        """Report the classes of train without an image in `split`, or a val that is small.
+
+        fraction: the fraction of each class that was held out. flag: the command-line flag that
+        sets it, with {} in place of the value.
+        """
+        held = self.count(split)
+        counts = self.count("train")[held == 0].tolist()
+        total = int(held.sum())
+        if not fraction:
+            return
+        if counts:
+            remedies = ["add images"]
+            if larger := [count for count in counts if count > 1]:
+                # A class of n images has one in `split` if fraction * n exceeds 0.5.
+                remedies.insert(0, f"use {flag.format((10 // min(larger) + 1) / 20)}")
+            problem = f"{split} is empty"
+            if total:
+                without = [self.class_names[label] for label in np.flatnonzero(held == 0)]
+                problem = f"{split} has no image of {some(without)}"
+            else:
+                remedies.append(
+                    "train with data.train_split='train[:90%]' data.val_split='train[90%:]'"
+                )
+            numbers = " to ".join(map(str, sorted({min(counts), max(counts)})))
+            self.report(
+                f"{problem}, because {fraction:.3g} of a class of {numbers} images rounds to 0:"
+                f" {', or '.join(remedies)}"
+            )
+        elif split == "val" and total < FEW_IMAGES and fraction < 0.2:
+            self.report(
+                f"val has only {total} images, so an accuracy is uncertain by up to"
+                f" {98 / max(1, total) ** 0.5:.0f} percentage points: to compare runs, use"
+                f" {flag.format(0.2)}"
+            )
 
     def finish(self) -> Catalogue:
         """Sort the rows and return the catalog.

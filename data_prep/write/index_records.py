@@ -19,6 +19,7 @@ import numpy as np
 
 from data_prep.errors import PrepError, some
 from data_prep.read.download import WebShards
+from data_prep.read.split_names import SPLIT_WORDS
 from data_prep.write.output import Output, temporary_folder
 from data_prep.write.samples import key_hashes
 from vit.data.shards import info_file
@@ -31,14 +32,13 @@ from vit.system.redact import shown
 from vit.system.urls import bare, expand_braces, on_the_web, resolve
 
 COMPRESSED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
-SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
     """Return the split named in a shard's file name: a common split name between hyphens, or
     otherwise the text before the number."""
     *parts, number = filename.removesuffix(".tar").split("-")
-    usual = [part for part in parts if part.lower() in SPLIT_NAMES]
+    usual = [part for part in parts if part.lower() in SPLIT_WORDS]
     if usual:
         return usual[0]
     return parts[-1] if parts and number.isdecimal() and parts[-1].isalpha() else None

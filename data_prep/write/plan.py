@@ -227,6 +227,7 @@ def _cut_minival(fraction: float, builder: Builder) -> None:
             f"--minival {fraction}: this is less than one image of the {largest:,} in the"
             f" largest class: use at least {1 / largest:.2g}"
         )
+    builder.report_held_out("minival", fraction, "--minival {}")
 
 
 def _catalogue_root(output: Output, dry: bool) -> Path:

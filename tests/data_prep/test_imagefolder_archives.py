@@ -16,7 +16,8 @@ from small_shards import jpeg
 from data_prep import animals10, imagefolder
 from data_prep.errors import PrepError
 from data_prep.read.archives import inflate_tar
-from data_prep.read.class_tree import open_archive
+from data_prep.read.class_tree import open_tree
+from data_prep.read.folder_layout import read_layout
 from vit.data.shards.data_set import open_split
 from vit.system.retry import RetryPolicy
 
@@ -41,7 +42,8 @@ def test_an_archive_may_have_only_class_folders_and_other_files(tmp_path):
     }
     assert keys == {name[:-4].replace("/", "_") for name in files if name.lower().endswith(".jpg")}
     assert catalogue.notes == ["2 other files, no images: 2 .txt"]
-    assert str(open_archive(archive)) == f"{archive}/images"
+    layout = read_layout(open_tree(archive), None, with_classes=True)
+    assert str(layout.train) == f"{archive}/images"
 
 
 def test_the_tar_of_a_replaced_archive_is_not_used(tmp_path):

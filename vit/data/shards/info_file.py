@@ -257,6 +257,11 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
     if split not in info["splits"]:
         names = ", ".join(info["splits"])
         hint = did_you_mean(split, info["splits"])
+        if split == "val" and not hint:
+            hint = (
+                ": write one with a larger --val-fraction, or use a part of the training images:"
+                " data.val_split='train[90%:]' data.train_split='train[:90%]'"
+            )
         raise ShardError(f"{root}: has no split {split!r}, only {names}{hint}")
     entry = info["splits"][split]
     place = f"{root}/_info.json, split {split!r}"
