@@ -32,14 +32,12 @@ def readable(
 def require(path: Path, expected: str) -> None:
     """Raise PrepError if a file or folder does not exist. expected: the files that may be there."""
     if not path.exists():
-        raise PrepError(f"{path}: {why_missing(path)}; expected {expected}")
-
-
-def why_missing(path: Path, kind: str = "file or folder") -> str:
-    """Return why `path` does not exist: "no such file or folder", or a link to nowhere."""
-    if path.is_symlink():
-        return f"is a link to {os.readlink(path)}, which does not exist"
-    return f"no such {kind}"
+        problem = (
+            f"is a link to {os.readlink(path)}, which does not exist"
+            if path.is_symlink()
+            else "no such file or folder"
+        )
+        raise PrepError(f"{path}: {problem}; expected {expected}")
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -33,11 +34,18 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
-from data_prep.errors import PrepError, share_to_allow, some, why_missing
+from data_prep.errors import PrepError, counted, require, share_to_allow, some
 from data_prep.read.archives import inflate_tar, is_compressed_tar
-from data_prep.read.class_tree import FolderTree, Tree, add_images, open_tree, split_by_hash
+from data_prep.read.class_tree import (
+    FolderTree,
+    TableTree,
+    Tree,
+    add_images,
+    open_tree,
+    split_by_hash,
+)
 from data_prep.read.download import ARCHIVE_FLAGS, fetched
-from data_prep.read.folder_layout import LAYOUTS, Layout, describe_layout, normalized, read_layout
+from data_prep.read.folder_layout import LAYOUTS, Layout, read_layout
 from data_prep.read.image_tree import Ignored, unique_keys
 from data_prep.write.catalogue import Builder, Source
 from data_prep.write.plan import Settings, allowed_unreadable
@@ -75,34 +83,32 @@ def source(
     unclear class order, and too many images in unsupported formats.
     """
     root = _open(path, label_column, no_classes)
-    is_inside = out is not None and out.parent == root.file.resolve()
-    found = read_layout(root, layout, not no_classes, out.name if out and is_inside else "")
-    if out is not None and (
-        out == path.resolve() or out.is_relative_to(found.train.file.resolve())
-    ):
+    out_name = out.name if out is not None and out.parent == root.file.resolve() else None
+    found = read_layout(root, layout, not no_classes, out_name)
+    train = found.trees["train"]
+    if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: this folder is inside the source {path}: choose another --out")
+    if val_fraction is None and "val" not in found.trees and "test" in found.trees:
+        found.trees["val"] = found.trees.pop("test")
     options: dict[str, Any] = {}
     fractions = {"train": 1.0}
-    if val_fraction is None:
-        found.use_test_as_val()
-    if "val" in found.held_out:
-        refuse_val_fraction(val_fraction, found.held_out["val"])
+    if "val" in found.trees:
+        refuse_val_fraction(val_fraction, found.trees["val"])
     else:
         if val_fraction is None:
             val_fraction = 0.0 if no_classes else VAL_FRACTION
         options["val_fraction"] = val_fraction
         fractions = {"train": 1 - val_fraction, "val": val_fraction}
-    print(describe_layout(found, root, fractions.get("val", 0.0), not no_classes), flush=True)
+    if not no_classes:
+        print(found.describe(root, fractions.get("val", 0.0)), flush=True)
     # Omit the defaults, because older data sets did not record them.
-    if class_order == "number":
-        options["class_order"] = "number"
-    if layout is not None:
-        options["layout"] = layout
+    choices = {"class_order": class_order, "layout": layout}
+    options |= {name: value for name, value in choices.items() if value not in (None, "text")}
     fill = partial(_fill, found, fractions, max_unreadable, class_order)
     if no_classes:
         options["label"] = NO_LABEL
         fill = partial(_fill_unlabelled, found, fractions, max_unreadable)
-    return Source("imagefolder", options, fill, found.train.read, found.train.inputs)
+    return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
 def _open(path: Path, label_column: str | None, no_classes: bool) -> Tree:
@@ -110,15 +116,12 @@ def _open(path: Path, label_column: str | None, no_classes: bool) -> Tree:
         if is_compressed_tar(path):
             path = inflate_tar(path)
             print(f"{path}: decompressed, because a compressed tar has no random access")
-        print(f"{path}: reading the images in place, without unpacking", flush=True)
         return open_tree(path)
+    expected = "a folder with one subfolder of images per class, or a zip or tar of such a folder"
+    require(path, expected)
     if not path.is_dir():
-        problem = "not a folder" if path.exists() else why_missing(path, "folder")
-        raise PrepError(
-            f"{path}: {problem}; expected a folder with one subfolder of images per class, or a zip"
-            " or tar of such a folder"
-        )
-    return FolderTree(path, has_tables=False) if no_classes else open_tree(path, label_column)
+        raise PrepError(f"{path}: not a folder; expected {expected}")
+    return FolderTree(path) if no_classes else open_tree(path, label_column)
 
 
 def _fill(
@@ -129,20 +132,22 @@ def _fill(
     builder: Builder,
 ) -> None:
     """Add the images of the class folders. fractions: the share of each split in train's folder."""
-    train = layout.train
-    names = _in_order(train, train.classes(), class_order)
-    for note in layout.notes:
-        builder.report(note)
+    train, *held_out = layout.trees.values()
+    names = _in_order(train, train.folders(), class_order)
     labels = _labels(train, names)
     builder.classes(names)
     ignored = Ignored()
-    of_train = {name: labels[normalized(name)] for name in names}
+    of_train = {name: labels[_normalized(name)] for name in names}
     _add_split(builder, train, of_train, fractions, ignored)
     per_class = builder.count("train")
     also = ignored.images_in_brackets()
     if not per_class.sum():
         if ignored.stray:
-            raise PrepError(_outside_classes(train, len(ignored.stray)))
+            raise PrepError(
+                f"{train}: contains {counted(len(ignored.stray), 'image')} outside class folders;"
+                " expected <class>/<image>: pass the parent of this folder if it is a class, or use"
+                " --no-classes"
+            )
         raise PrepError(
             f"{train}: found no images ({', '.join(EXTENSIONS)}) in its {len(names)}"
             f" subfolders{also}; expected <class>/<image>"
@@ -158,9 +163,9 @@ def _fill(
             " folders"
         )
     builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
-    for split, tree in layout.held_out.items():
+    for split, tree in zip(list(layout.trees)[1:], held_out, strict=True):
         _fill_held_out(split, tree, labels, ignored, builder)
-    _check_ignored(ignored, max_unreadable, builder)
+    _check_ignored(ignored, max_unreadable, layout, builder)
 
 
 def _fill_unlabelled(
@@ -168,57 +173,47 @@ def _fill_unlabelled(
 ) -> None:
     """Add all images of the folders without labels."""
     ignored = Ignored()
-    for note in layout.notes:
-        builder.report(note)
-    held_out = ((tree, {split: 1.0}) for split, tree in layout.held_out.items())
-    for tree, shares in ((layout.train, fractions), *held_out):
-        _add_split(builder, tree, {"": -1}, shares, ignored)
-        if not builder.count(next(iter(shares))).any():
+    for split, tree in layout.trees.items():
+        shares = fractions if split == "train" else {split: 1.0}
+        images = FolderTree(tree.file) if isinstance(tree, TableTree) else tree
+        _add_split(builder, images, {"": -1}, shares, ignored)
+        if not builder.count(split).any():
             raise PrepError(
                 f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
                 f"{ignored.images_in_brackets()}"
             )
-    _check_ignored(ignored, max_unreadable, builder)
+    _check_ignored(ignored, max_unreadable, layout, builder)
 
 
 def _fill_held_out(
     split: str, tree: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder
 ) -> None:
     """Add the images of val or test. labels: maps normalized class names to labels."""
-    names = tree.classes()
+    names = tree.folders()
     _labels(tree, names)
     if unknown := [
-        name for name in names if normalized(name) not in labels and any(tree.images(name))
+        name for name in names if _normalized(name) not in labels and any(tree.images(name))
     ]:
         raise PrepError(
             f"{tree}: these classes have no training folder: {', '.join(unknown)}; remove their"
             " folders, or add the classes to train"
         )
-    in_train = {name: labels[normalized(name)] for name in names if normalized(name) in labels}
-    outside_before = len(ignored.stray)
+    in_train = {name: labels[_normalized(name)] for name in names if _normalized(name) in labels}
     _add_split(builder, tree, in_train, {split: 1.0}, ignored)
     if not builder.count(split).sum():
-        if outside := len(ignored.stray) - outside_before:
-            raise PrepError(_outside_classes(tree, outside))
         raise PrepError(
-            f"{tree}: contains no images; expected <class>/<image>, or remove the folder and use"
-            " --val-fraction"
+            f"{tree}: contains no images in class folders; expected <class>/<image>, or remove the"
+            " folder and use --val-fraction"
         )
 
 
-def _outside_classes(tree: Tree, number: int) -> str:
-    is_archive = tree.file.is_file()
-    parent = "" if is_archive else f"pass its parent, {tree.file.resolve().parent}, if the layout"
-    expected = "expected" if is_archive else f"{parent} is"
-    return (
-        f"{tree}: contains {number:,} images outside class folders: {expected} <class>/<image>, or"
-        " use --no-classes"
-    )
-
-
-def _check_ignored(ignored: Ignored, max_unreadable: float, builder: Builder) -> None:
+def _check_ignored(
+    ignored: Ignored, max_unreadable: float, layout: Layout, builder: Builder
+) -> None:
     """Report skipped files. Raises PrepError if too many skipped files are images."""
-    taken = int(sum(builder.count(split).sum() for split in ("train", "val", "test")))
+    if layout.unused:  # _info.json records this text, so rewording changes the output.
+        builder.report(f"the images in these folders are not used: {some(layout.unused)}")
+    taken = int(sum(builder.count(split).sum() for split in {"val", *layout.trees}))
     total = taken + ignored.num_images
     if ignored.num_images > (allowed := allowed_unreadable(max_unreadable, total)):
         raise PrepError(
@@ -231,6 +226,11 @@ def _check_ignored(ignored: Ignored, max_unreadable: float, builder: Builder) ->
         builder.report(line)
 
 
+def _normalized(name: str) -> str:
+    """Return a name in NFC form. macOS stores letters and accents as separate characters."""
+    return unicodedata.normalize("NFC", name)
+
+
 def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     """Return the label of each class, by normalized name.
 
@@ -238,7 +238,7 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     """
     by_name: dict[str, list[str]] = {}
     for name in names:
-        by_name.setdefault(normalized(name), []).append(name)
+        by_name.setdefault(_normalized(name), []).append(name)
     if twice := [
         " and ".join(str(os.fsencode(name)) for name in same)
         for same in by_name.values()

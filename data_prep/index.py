@@ -232,8 +232,8 @@ def _refuse_invalid(
 def _settings(output: Output, splits: list[str]) -> str:
     """Return the command-line settings for training on this data set."""
     train = next((name for name in splits if split_of(name) == "train"), splits[0])
-    others = [name for name in splits if name != train]
-    val = next((name for name in others if split_of(name) == "val"), others[0] if others else None)
+    others = (name for name in splits if name != train)
+    val = min(others, key=lambda name: split_of(name) != "val", default=None)
     settings = quote(f"data.root={output}")
     if train != "train":
         settings += f" data.train_split={train}"

@@ -34,13 +34,10 @@ FILE_NAME = "file_name"
 class FolderTree:
     """A folder on disk that contains class folders. `str` returns the path for messages."""
 
-    def __init__(self, path: Path, label_column: str | None = None, has_tables: bool = True):
-        """has_tables: whether tables in subfolders define the classes of their images."""
+    def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
         """The archive or folder that contains the images."""
         self.label_column = label_column
-        self.has_tables = has_tables
-        self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
         """The function that reads the bytes of an image. It works in any process."""
         self.inputs: Sequence[Path] | None = None
@@ -51,27 +48,15 @@ class FolderTree:
 
     def below(self, name: str) -> FolderTree:
         """Return the subfolder `name`."""
-        if not self.has_tables:
-            return FolderTree(self.file / name, has_tables=False)
         return open_folder(self.file / name, self.label_column)
 
     def folders(self) -> list[str]:
         """Return the sorted names of all subfolders that are not hidden."""
         return listed(self.file)[0]
 
-    def classes(self) -> list[str]:
-        """Return the sorted names of the classes."""
-        return self.folders()
-
-    def has_images(self) -> bool:
-        """Return whether there are images at any depth, except in a folder of shards."""
-        # A folder of shards also contains a contact sheet.
-        return "_info.json" not in listed(self.file)[1] and any(images_below(self.file))
-
-    def has_images_inside(self) -> bool:
-        """Return whether there are images beside the subfolders."""
-        self.count_stray(ignored := Ignored())
-        return bool(ignored.stray)
+    def image_folders(self) -> set[tuple[str, ...]]:
+        """Return the paths of all folders that contain images, below this folder."""
+        return {tuple(path.split("/")[:-1]) for path in images_below(self.file)}
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
         """Yield the paths of images below `folder`, relative to `folder`.
@@ -115,7 +100,7 @@ class TableTree(FolderTree):
             return TableTree(self.file / name, self.label_column, by_class)
         return super().below(name)
 
-    def classes(self) -> list[str]:
+    def folders(self) -> list[str]:
         return sorted(self._by_class)
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
@@ -195,7 +180,6 @@ class ArchiveTree:
     ):
         """places: maps each path in the archive to its name there, its offset and its size."""
         self.file = file
-        self.name = folder.rpartition("/")[2]
         self.read = read
         self.inputs: Sequence[Path] | None = [file]
         self._places = places
@@ -226,14 +210,8 @@ class ArchiveTree:
     def folders(self) -> list[str]:
         return sorted(self._folders)
 
-    def classes(self) -> list[str]:
-        return self.folders()
-
-    def has_images(self) -> bool:
-        return "_info.json" not in self._files and any(self.images(""))
-
-    def has_images_inside(self) -> bool:
-        return any(name.lower().endswith(EXTENSIONS) for name in self._files)
+    def image_folders(self) -> set[tuple[str, ...]]:
+        return {tuple(path.split("/")[:-1]) for path in self.images("")}
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
         tree = self.below(folder) if folder else self

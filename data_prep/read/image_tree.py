@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.errors import PrepError, counted, some
+from data_prep.errors import PrepError, counted, require, some
 from data_prep.write.samples import Sample, safe_key, stable_hash
 from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read_image
 
@@ -84,12 +84,13 @@ def _by_number(counts: Counter[str]) -> str:
 def listed(folder: Path | str) -> tuple[list[str], list[str]]:
     """Return the sorted names of all folders and files in `folder` that are not hidden.
 
-    Raises PrepError if the folder cannot be listed.
+    Raises PrepError if the folder cannot be listed, or contains a link to nowhere. If the name of
+    the link has a suffix of files, an error is raised later, when the file is read.
     """
     try:
         with os.scandir(folder) as entries:
             visible = sorted(
-                (entry.name, _is_folder(entry))
+                (entry.name, entry.is_dir(), entry.is_symlink())
                 for entry in entries
                 if not entry.name.startswith(".") and entry.name != "__MACOSX"
             )
@@ -98,24 +99,12 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
             f"{error.filename or folder}: cannot be listed ({error.strerror}): fix the permissions,"
             " or move the folder elsewhere"
         ) from error
-    folders = [name for name, is_folder in visible if is_folder]
-    return folders, [name for name, is_folder in visible if not is_folder]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder, or a link to one.
-
-    Raises PrepError for a link to nowhere, unless its name has a suffix like those of files. Images
-    with such names are reported when they are read.
-    """
-    is_folder = entry.is_dir()
-    is_other_link = entry.is_symlink() and not is_folder and not FILE_SUFFIX.search(entry.name)
-    if is_other_link and not os.path.exists(entry.path):
-        raise PrepError(
-            f"{entry.path}: is a link to {os.readlink(entry.path)}, which does not exist: correct"
-            " or remove the link"
-        )
-    return is_folder
+    folders = [name for name, is_folder, _ in visible if is_folder]
+    files = [name for name, is_folder, _ in visible if not is_folder]
+    for name, is_folder, is_link in visible:
+        if is_link and not (is_folder or FILE_SUFFIX.search(name)):
+            require(Path(folder, name), "a file or folder: correct or remove the link")
+    return folders, files
 
 
 def images_below(

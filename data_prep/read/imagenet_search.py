@@ -200,9 +200,10 @@ def find_layouts(paths: Sequence[Path]) -> Search:
         look(path, search, named=True)
     layouts = [*search.layouts, *map(folder_of_tars, _by_folder(search.inner_tars).values())]
     for files in _by_folder(search.parquets).values():
-        words = {file: SPLIT_FOLDERS.get(file.name.split("-")[0]) for file in files}
         for split in ("train", "val"):
-            if of_split := [file for file in files if words[file] == split]:
+            if of_split := [
+                file for file in files if SPLIT_FOLDERS.get(file.name.split("-")[0]) == split
+            ]:
                 layouts.append(parquet_layout(split, of_split))
     search.layouts = []
     for split in ("train", "val"):

@@ -46,8 +46,6 @@ SPOOL = "_spool"
 """The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
 """The maximum number of rows to sort or compare at a time. Larger tables are split into parts."""
-FEW_IMAGES = 100
-"""Below this number of val images, a 95 % confidence interval of an accuracy exceeds +-10 %."""
 
 
 @dataclass(frozen=True)
@@ -298,31 +296,21 @@ class Builder:
         """
         held = self.count(split)
         counts = self.count("train")[held == 0].tolist()
-        total = int(held.sum())
-        if not fraction:
-            return
-        if counts:
-            remedies = ["add images"]
-            if larger := [count for count in counts if count > 1]:
-                # A class of n images has one in `split` if fraction * n exceeds 0.5.
-                remedies.insert(0, f"use {flag.format((10 // min(larger) + 1) / 20)}")
-            problem = f"{split} is empty"
-            if total:
-                without = [self.class_names[label] for label in np.flatnonzero(held == 0)]
-                problem = f"{split} has no image of {some(without)}"
-            else:
-                remedies.append(
-                    "train with data.train_split='train[:90%]' data.val_split='train[90%:]'"
-                )
-            numbers = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        if fraction and counts:
+            # A class of n images has one in `split` if fraction * n exceeds 0.5.
+            larger = [count for count in counts if count > 1]
+            fitting = f"use {flag.format((10 // min(larger) + 1) / 20)} or " if larger else ""
+            slices = ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
+            names = [self.class_names[label] for label in np.flatnonzero(held == 0)]
             self.report(
-                f"{problem}, because {fraction:.3g} of a class of {numbers} images rounds to 0:"
-                f" {', or '.join(remedies)}"
+                f"{split} has no image of {some(names)}, because {fraction:.3g} of up to"
+                f" {max(counts)} images rounds to 0: {fitting}add images"
+                f"{'' if held.any() else slices}"
             )
-        elif split == "val" and total < FEW_IMAGES and fraction < 0.2:
+        elif split == "val" and 0 < fraction < 0.2 and held.sum() < 100:
             self.report(
-                f"val has only {total} images, so an accuracy is uncertain by up to"
-                f" {98 / max(1, total) ** 0.5:.0f} percentage points: to compare runs, use"
+                f"val has only {held.sum()} images, so an accuracy is uncertain by up to"
+                f" {98 / held.sum() ** 0.5:.0f} percentage points: to compare runs, use"
                 f" {flag.format(0.2)}"
             )
 

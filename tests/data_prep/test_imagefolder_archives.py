@@ -43,7 +43,7 @@ def test_an_archive_may_have_only_class_folders_and_other_files(tmp_path):
     assert keys == {name[:-4].replace("/", "_") for name in files if name.lower().endswith(".jpg")}
     assert catalogue.notes == ["2 other files, no images: 2 .txt"]
     layout = read_layout(open_tree(archive), None, with_classes=True)
-    assert str(layout.train) == f"{archive}/images"
+    assert str(layout.trees["train"]) == f"{archive}/images"
 
 
 def test_the_tar_of_a_replaced_archive_is_not_used(tmp_path):

@@ -247,7 +247,8 @@ def newest_checkpoint(
     with reading(run_dir / CHECKPOINTS):
         # For a folder without permission, `listdir` raises an error, but `glob` would return
         # nothing.
-        names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
+        # For a link to nowhere, it raises an error as well, because the run must not start over.
+        names = os.listdir(run_dir / CHECKPOINTS) if os.path.lexists(run_dir / CHECKPOINTS) else []
         candidates = complete_checkpoints(run_dir)
     for folder in candidates:
         try:

@@ -97,7 +97,7 @@ CASES = {
         "cat dog .cache/bird __MACOSX/cat", splits(train="cat dog"), others="cat/.DS_Store"
     ),
     "labels without images": pairs("train", "val")._replace(
-        others="labels/cat.txt train.csv README.md", note="folders that are not used: labels"
+        others="labels/cat.txt train.csv README.md", note=""
     ),
     "deep": Case("cat/young cat/old/a dog", splits(train="cat/young=cat cat/old/a=cat dog")),
     # ---- classes with names of splits
@@ -132,7 +132,7 @@ CASES = {
         "train/cat train/dog test/cat extra/cat",
         splits(train="train/cat train/dog", val="test/cat"),
         flags={"layout": "splits"},
-        note="folders that are not used: extra",
+        note="not used: extra/cat",
     ),
     "holdout": Case("train/cat train/dog holdout/cat holdout/dog", error=TWO),
     "years": Case("2023/cat 2023/dog 2024/cat 2024/dog", error=TWO),
@@ -145,28 +145,48 @@ CASES = {
         "cat/images dog/images", splits(train="cat/images=cat dog/images=dog")
     ),
     "splits in classes": Case("cat/train cat/test dog/train dog/test", error=TWO),
-    "two trains": Case("train/cat train/dog training/cat", error="the same split: train and train"),
-    "two vals": Case("train/cat val/cat valid/cat", error="same split: val and valid: merge"),
+    "folds": Case(
+        "train.X1/cat train.X2/dog val.X/cat val.X/dog", error="train.X1, train.X2, val.X mean"
+    ),
+    "splits in one folder": Case(
+        "data/train/cat data/train/dog data/val/cat samples", error="data, samples contain"
+    ),
+    "masks": Case("train/cat train/dog test/cat train_masks/cat test_masks/cat", error=TWO),
+    "a train with one folder": Case(
+        "bus/images=bus car/images=car train/images=train",
+        splits(train="bus/images=bus car/images=car train/images=train"),
+    ),
+    "two trains": Case("train/cat train/dog training/cat", error="train, training mean the same"),
+    "two vals": Case("train/cat val/cat valid/cat", error="train, val, valid mean the same"),
+    "no train in a wrapper": Case("x/val/cat x/test/cat", error="x: has test/, val/ but no train"),
+    "only val": Case("val/cat val/dog", error="has val/ but no train/"),
     "no train": Case("val/cat test/cat", error="has test/, val/ but no train/"),
     # ---- images outside class folders
     "unlabelled test": Case(
-        "train/cat train/dog test",
-        splits(train="train/cat train/dog"),
-        note="test: its images are not in class folders, so they are not used",
+        "train/cat train/dog test", splits(train="train/cat train/dog"), note="not used: test"
     ),
     "unlabelled test in a folder": Case(
         "train/cat train/dog valid/cat test/unknown",
         splits(train="train/cat train/dog", val="valid/cat"),
-        note="test: its images are not in class folders",
+        note="not used: test/unknown",
     ),
     "Intel": Case(
         "seg_train/seg_train/cat seg_train/seg_train/dog seg_test/seg_test/cat seg_pred/seg_pred",
         splits(
             train="seg_train/seg_train/cat seg_train/seg_train/dog", val="seg_test/seg_test/cat"
         ),
-        note="folders that are not used: seg_pred",
+        note="not used: seg_pred/seg_pred",
     ),
-    "flat val": Case("train/cat train/dog val", error="val: contains 12 images outside class"),
+    "a test class": Case("train/cat train/dog test/bus", error="no training folder: bus"),
+    "a picture beside the splits": Case(
+        "train/cat train/dog val/cat =bus",
+        splits(train="train/cat train/dog", val="val/cat"),
+        note="not used: SOURCE itself",
+    ),
+    "a picture beside a wrapper": Case(
+        "all/cat all/dog =bus", splits(train="all/cat all/dog"), note="not used: SOURCE itself"
+    ),
+    "flat val": Case("train/cat train/dog val", error="val: contains no images in class folders"),
     "flat splits": Case("train test", error="train: contains 12 images outside class folders"),
     "flat": Case("", error="contains 12 images outside class folders.*use --no-classes"),
     "flat splits without classes": Case(
