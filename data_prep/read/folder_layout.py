@@ -122,7 +122,9 @@ def _is_unlabelled(
     """Return whether a test folder has images, but neither class folders nor a table of classes."""
     names = _names(folders, test)
     classes_of_test = [
-        name for name in names if name in classes or not (split_of(name) or means_unlabelled(name))
+        name
+        for name in names
+        if name in classes or not (name in test or split_of(name) or means_unlabelled(name))
     ]
     has_classes = classes_of_test or isinstance(_at(root, test), TableTree)
     return (test in folders or bool(names)) and not has_classes

@@ -14,7 +14,7 @@ import torch
 from vit.checkpoint.checkpoint import checkpoint_folder, newest_checkpoint, write_checkpoint
 from vit.checkpoint.state import RunState
 from vit.config.schema import CheckpointConfig
-from vit.run_folder import complete_checkpoints
+from vit.run_folder import CheckpointError, complete_checkpoints
 from vit.weights.files import read_weights
 
 
@@ -78,6 +78,14 @@ def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path
     save(2)
     assert newest_checkpoint(tmp_path)[0] == checkpoint_folder(tmp_path, 2)
     assert checkpoint_folder(tmp_path, 1).exists()
+
+
+def test_a_link_to_nowhere_is_not_taken_for_a_run_without_checkpoints(tmp_path):
+    """The link may lead to a disk that is not mounted. The run must not start over."""
+    assert newest_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoints").symlink_to("/nowhere/checkpoints")
+    with pytest.raises(CheckpointError, match="checkpoints: a file is missing or damaged"):
+        newest_checkpoint(tmp_path)
 
 
 def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from checksums import digests
-from small_shards import jpeg
+from small_shards import jpeg, pair, write_tar
 
 from data_prep import imagefolder
 from data_prep.index import main
@@ -345,6 +345,16 @@ def test_a_split_that_contradicts_the_names_is_refused(foreign, capsys):
         "--split is train, but these file names belong to another split:"
         " imagenet1k-validation-0000.tar" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("names", [("test", "train", "valid"), ("Test", "Training", "dev")])
+def test_the_validation_split_is_suggested_rather_than_the_test_split(names, tmp_path, capsys):
+    for split in names:
+        write_tar(tmp_path / f"{split}-000.tar", pair("a", 1, 0) + pair("b", 2, 1))
+    assert main([str(tmp_path), "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f" data.val_split={names[2]};" in printed
+    assert (" data.train_split=Training" in printed) == (names[1] != "train")
 
 
 def test_splits_are_named_by_their_shards():

@@ -296,7 +296,17 @@ ARCHIVES = {
             | {"in/metadata.csv": b"file_name,label\ncat/1.jpg,cat\n0.jpg,\ngone.jpg,cat\n"}
         )
     ),
-    "an archive without images in folders": imagefolder(lambda: {"in": zip_of({"1.jpg": b"x"})}),
+    "class folders beside `train`, or a class named `train`": imagefolder(
+        filled("bus", "car", "train/steam", "train/diesel")
+    ),
+    "class folders in folders that are not named as splits": imagefolder(
+        filled("2023/cat", "2023/dog", "2024/cat", "2024/dog")
+    ),
+    "two folders of the same split": imagefolder(filled("train/cat", "val/cat", "valid/cat")),
+    "`--layout splits` without a folder train": imagefolder(
+        filled("cat", "dog"), flags=("--layout", "splits")
+    ),
+    "an archive without images in folders": imagefolder(lambda: {"in": zip_of({"1.txt": b"x"})}),
     "`--sha256` without `--download`": imagefolder(
         filled("cat", "dog"), flags=("--sha256", "0" * 64)
     ),
@@ -413,6 +423,13 @@ def _(place: Place) -> None:
     write(official()(), place.folder)
     (place.folder / "downloads" / TRAIN_TAR).chmod(0)
     place.prepare("imagenet", place.folder / "downloads", fork=without_privileges)
+
+
+@scenario("a link to nowhere in place of a folder")
+def _(place: Place) -> None:
+    write(filled("train/cat", "train/dog")(), place.folder)
+    (place.folder / "in" / "val").symlink_to("/nowhere/val")
+    place.prepare("imagefolder", place.folder / "in")
 
 
 @scenario("a class folder that may not be listed")
@@ -536,7 +553,10 @@ OF_COMMANDS = {
 }
 OF_FOLDERS = {
     "only images": imagefolder(filled(""), r"in: contains 2 images outside class folders"),
-    "images in train": imagefolder(filled("train"), r"no images .* in its 0 subfolders"),
+    "images in train": imagefolder(filled("train"), "train: contains 2 images outside class"),
+    "images in a zip": imagefolder(
+        lambda: {"in": zip_of({"1.jpg": image_bytes(1)})}, "in: contains 1 image outside class"
+    ),
     "only texts": imagefolder(filled("a/1.txt", "b/1.txt"), "no images .* in its 2 subfolders"),
     "a class of texts": imagefolder(filled("a", "b/1.txt"), "these classes have no images: b"),
     "an empty val": imagefolder(

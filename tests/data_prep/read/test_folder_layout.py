@@ -186,6 +186,16 @@ CASES = {
     "a picture beside a wrapper": Case(
         "all/cat all/dog =bus", splits(train="all/cat all/dog"), note="not used: SOURCE itself"
     ),
+    "ASL alphabet": Case(
+        "asl_train/asl_train/cat asl_train/asl_train/dog asl_test/asl_test",
+        splits(train="asl_train/asl_train/cat asl_train/asl_train/dog"),
+        note="not used: asl_test/asl_test",
+    ),
+    "no labels": Case(
+        "train/cat train/dog validation/cat no_label/no_label",
+        splits(train="train/cat train/dog", val="validation/cat"),
+        note="not used: no_label/no_label",
+    ),
     "flat val": Case("train/cat train/dog val", error="val: contains no images in class folders"),
     "flat splits": Case("train test", error="train: contains 12 images outside class folders"),
     "flat": Case("", error="contains 12 images outside class folders.*use --no-classes"),

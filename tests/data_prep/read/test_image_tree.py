@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from PIL import Image
 from small_shards import add
 
@@ -175,3 +176,27 @@ def test_skipped_files_are_counted_and_recorded(flat, tmp_path, capsys):
         "2 of 53 images would be skipped, more than the 0 that --max-unreadable 0.0 allows"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("at", "others"),
+    {
+        "in": (),
+        "in/train": ("in/val/a/1.jpg",),
+        "in/val": ("in/train/a/1.jpg", "in/train/b/1.jpg"),
+        "in/train/St. Bernard": ("in/train/a/1.jpg", "in/train/b/1.jpg"),
+        "in/c": ("in/a/1.jpg", "in/b/1.jpg"),
+        "in/a/older": ("in/a/1.jpg", "in/b/1.jpg"),
+        "in/metadata.csv": ("in/a/1.jpg", "in/b/1.jpg"),
+    }.items(),
+)
+def test_a_link_to_nowhere_is_not_taken_for_an_absent_folder(at, others, tmp_path, capsys):
+    for name in others:
+        add(tmp_path / name)
+    (tmp_path / at).symlink_to("/nowhere/x")
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    is_table = at.endswith(".csv")
+    problem = "cannot be read (No such file" if is_table else "is a link to /nowhere/x, which does"
+    assert f"{tmp_path / at}: {problem}" in error
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("*.tar"))

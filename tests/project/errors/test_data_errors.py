@@ -42,6 +42,16 @@ def _(place):
     place.train(f"data.root={out}", "data.val_split=train")
 
 
+@scenario("a dataset without the split `val`")
+def _(place):
+    for name in ("cat/a.jpg", "dog/b.jpg"):
+        add(place.folder / "few" / name)
+    words = ["data_prep.imagefolder", f"{place.folder / 'few'}", "--out", f"{place.folder / 'out'}"]
+    done = call([sys.executable, "-m", *words, "--workers", "1"], environment())
+    assert done.returncode == 0, done.stderr
+    place.train(f"data.root={place.folder / 'out'}")
+
+
 @scenario("labels to evaluate with that are of other images")
 def _(place):
     path = place.folder / "real.json"
