@@ -64,7 +64,7 @@ def read_layout(
     # A class named `train` beside other classes contains images, but no class folders.
     are_classes = others and not choice and (len(in_train) < 2 or not with_classes)
     if choice == "classes" or are_classes or "train" not in folder_of:
-        if choice == "splits":
+        if choice == "splits" and "train" not in map(split_of, base):
             raise PrepError(f"{tree}: --layout splits: no folder train in {some(sorted(names))}")
         if with_classes and not (choice or isinstance(tree, TableTree)):
             _check_classes(tree, folders, base)

@@ -134,6 +134,12 @@ CASES = {
         flags={"layout": "splits"},
         note="not used: extra/cat",
     ),
+    "asked for splits with only train": Case(
+        "train/cat train/dog",
+        splits(train="train/cat train/dog"),
+        flags={"layout": "splits"},
+        note=r"splits: train, val \(0.1 of train\); 2 classes",
+    ),
     "holdout": Case("train/cat train/dog holdout/cat holdout/dog", error=TWO),
     "years": Case("2023/cat 2023/dog 2024/cat 2024/dog", error=TWO),
     "years of other classes": Case("2023/cat 2023/dog 2024/cat 2024/dog 2024/bus", error=TWO),
