@@ -53,7 +53,9 @@ def read_layout(
     folders are the same split, or there are val images without train images.
     """
     folders = {folder for folder in root.image_folders() if folder[:1] != (out_name,)}
-    base = _inner_folder(folders)
+    # Beside the only folder with images, there may be an empty val.
+    splits_anywhere = {name for folder in folders for name in folder if split_of(name)}
+    base = _inner_folder(folders, (), () if choice == "classes" else splits_anywhere)
     tree = _at(root, base)
     names = _names(folders, base)
     # An empty folder of a split is an error, so it counts as well.
@@ -64,7 +66,7 @@ def read_layout(
     # A class named `train` beside other classes contains images, but no class folders.
     are_classes = others and not choice and (len(in_train) < 2 or not with_classes)
     if choice == "classes" or are_classes or "train" not in folder_of:
-        if choice == "splits" and "train" not in map(split_of, base):
+        if choice == "splits":
             raise PrepError(f"{tree}: --layout splits: no folder train in {some(sorted(names))}")
         if with_classes and not (choice or isinstance(tree, TableTree)):
             _check_classes(tree, folders, base)
@@ -133,9 +135,8 @@ def _is_unlabelled(
 def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
     """Raise PrepError if folders that would be classes are splits, or contain splits or classes."""
     names = sorted(_names(folders, base))
-    held_out = splits_of_folders(base[-1:]) or splits_of_folders(names)
-    are_all_folders = held_out.keys() in (set(base[-1:]), set(names))
-    if held_out and are_all_folders and "train" not in held_out.values():
+    held_out = splits_of_folders(names)
+    if len(names) == len(held_out) > 0 and "train" not in held_out.values():
         raise PrepError(
             f"{tree}: has {some([f'{name}/' for name in held_out])} but no train/; expected"
             " train/<class>/* and val/<class>/*, or only <class>/*. If these folders are the"

@@ -140,6 +140,12 @@ CASES = {
         flags={"layout": "splits"},
         note=r"splits: train, val \(0.1 of train\); 2 classes",
     ),
+    "an empty val": Case(
+        "train/cat train/dog", error="val: contains no images in class", others="val/cat/1.txt"
+    ),
+    "only val, as classes": Case(
+        "val/cat val/dog", splits(train="val/cat val/dog"), flags={"layout": "classes"}
+    ),
     "holdout": Case("train/cat train/dog holdout/cat holdout/dog", error=TWO),
     "years": Case("2023/cat 2023/dog 2024/cat 2024/dog", error=TWO),
     "years of other classes": Case("2023/cat 2023/dog 2024/cat 2024/dog 2024/bus", error=TWO),
