@@ -325,17 +325,21 @@ def _summary(plan: WritePlan) -> str:
 def run(command: Command, args: argparse.Namespace, remedy: str) -> int:
     """Run a command and return its exit status, or 2 after a one-line error message.
 
-    remedy: advice on continuing, printed after an interruption. SIGTERM interrupts the command
-    like Ctrl-C. Incomplete files are removed, and complete shards are kept.
+    remedy: advice on continuing, printed after an interruption. SIGTERM and SIGHUP interrupt
+    the command like Ctrl-C. Incomplete files are removed, and complete shards are kept.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         # Ignore further signals, which would interrupt the cleanup.
         signal.signal(number, signal.SIG_IGN)
-        raise _Terminated
+        raise _Terminated(number)
 
     redact.guard_console()
-    handler_before = signal.signal(signal.SIGTERM, stop)
+    handlers_before = {
+        number: signal.signal(number, stop)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN  # nohup ignores SIGHUP
+    }
     try:
         return command(args) or 0
     except (PrepError, ShardError) as error:
@@ -344,16 +348,17 @@ def run(command: Command, args: argparse.Namespace, remedy: str) -> int:
         place = f"{error.filename}: " if error.filename else ""
         reason = f"error: {place}{error.strerror or error}; after fixing this, {remedy}"
         print(redact.printed(reason), file=sys.stderr)
-    except _Terminated:
+    except _Terminated as error:
         print(f"terminated; {remedy}", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        return 128 + int(error.args[0])
     except KeyboardInterrupt:
         print(f"interrupted; {remedy}", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, handler_before)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
     return 2
 
 
 class _Terminated(BaseException):
-    """The exception that interrupts the command when SIGTERM arrives."""
+    """The exception that interrupts the command when SIGTERM or SIGHUP arrives."""

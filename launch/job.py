@@ -66,8 +66,9 @@ class Torchrun:
         self.signal_name = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_forwarded = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
@@ -76,7 +77,7 @@ class Torchrun:
     def _forward(self) -> None:
         """Forward SIGTERM once, because a second SIGTERM would end torchrun before its ranks save.
 
-        Ctrl-C is not forwarded, because the terminal sends it to torchrun directly.
+        Ctrl-C and SIGHUP are not forwarded, because the terminal sends them to torchrun directly.
         """
         if self._process is not None and self.signal_name == "SIGTERM" and not self._is_forwarded:
             self._is_forwarded = True

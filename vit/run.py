@@ -34,7 +34,7 @@ from vit.checkpoint.state import RunState
 from vit.config.schema import Config
 from vit.data.batches import AugmentedBatches, Batch
 from vit.distributed import flight_recorder
-from vit.distributed.exit import StopSignals, leave_hung, problem_of
+from vit.distributed.exit import Interrupted, StopSignals, leave_hung, problem_of
 from vit.distributed.outcome import Outcome
 from vit.distributed.process_group import World
 from vit.distributed.watchdog import Verdict, Watch
@@ -176,7 +176,8 @@ class Run:
         self.watch.close()
         try:
             # A second Ctrl-C must end the process even if the writing thread never returns.
-            self.saver.close(at_once=isinstance(error, KeyboardInterrupt))
+            is_second = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted)
+            self.saver.close(at_once=is_second)
             if isinstance(error, Exception):
                 self._record_error(problem_of(error))
             elif error is not None:

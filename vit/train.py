@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from shlex import quote
 
+from vit.checkpoint.checkpoint import mark_interrupted
 from vit.data.loader import Loader
+from vit.distributed.exit import Interrupted
 from vit.distributed.outcome import Outcome
 from vit.hooks.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
 from vit.hooks.validate import evaluate
@@ -25,19 +27,31 @@ def train(run: Run) -> Outcome:
     """
     with run, collect_garbage_at_log_lines():
         try:
-            while True:
-                try:
-                    return _train_from_state(run)
-                except GoBack as event:
-                    # The ranks now wait for each other. The watchdog would report this wait as a
-                    # hang, so stop the watchdog. `_train_from_state` restarts it.
-                    run.watch.close()
-                    run.saver.finish()
-                    event.apply(run)
+            with run.signals.instead_of_errors(
+                "in an unfinished step: run the same command to continue from the newest checkpoint"
+            ):
+                return _train_to_end(run)
+        except Interrupted as error:
+            if run.world.is_main:
+                mark_interrupted(run.folder, error.number, run.record.lock, is_new=False)
+            raise
         except Exception as error:
             for hook in run.hooks:
                 hook.failed(run, error)
             raise
+
+
+def _train_to_end(run: Run) -> Outcome:
+    """Train from the step in `run.state`, and from earlier states to which hooks go back."""
+    while True:
+        try:
+            return _train_from_state(run)
+        except GoBack as event:
+            # The ranks now wait for each other. The watchdog would report this wait as a hang, so
+            # stop the watchdog. `_train_from_state` restarts it.
+            run.watch.close()
+            run.saver.finish()
+            event.apply(run)
 
 
 def _train_from_state(run: Run) -> Outcome:
@@ -165,6 +179,7 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
         run.saver.finish()
     run.watch.close()  # only rank 0 still works, so the other ranks make no more marks
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
+    run.signals.end_announcements()
     if not run.world.is_main:
         return outcome
     if outcome == "stopped":

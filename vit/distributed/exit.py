@@ -17,12 +17,13 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -52,6 +53,9 @@ shorter wait."""
 REPORTED_S = 0.3
 """The time that a rank waits after its report. Other ranks check four times as often, and therefore
 exit first."""
+SIGNAL_S = 0.5
+"""The time that an error waits for the signal that may have caused it. Slurm signals the processes
+of a step one after another."""
 LOST = "lost the connection to another rank"
 _LOWER = (
     "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or use a smaller model"
@@ -59,11 +63,11 @@ _LOWER = (
 
 
 class Interrupted(KeyboardInterrupt):
-    """An exception raised by SIGTERM, SIGHUP or SIGINT before the first step."""
+    """An exception raised by a stop signal that ends the process before it can save."""
 
-    def __init__(self, number: int):
-        super().__init__()
+    def __init__(self, number: int, moment: str = "before the first step: nothing to save"):
         self.number = signal.Signals(number)
+        super().__init__(f"ended by {self.number.name} {moment}")
 
 
 class StopSignals:
@@ -73,6 +77,9 @@ class StopSignals:
     the process immediately, even while it waits for another rank. SIGUSR1, which batch scripts send
     before a time limit, is always only recorded, so that the first step is finished and saved. If
     the process already ignores SIGHUP, as under nohup, SIGHUP stays ignored.
+
+    A thread prints the first signal at once, because Python runs `_handle` only after the current
+    call of a library, which may take minutes.
     """
 
     def __init__(self) -> None:
@@ -81,7 +88,25 @@ class StopSignals:
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
+        self._reader, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._wake_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._announce, name="signals", daemon=True).start()
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
+
+    def _announce(self) -> None:
+        """Wait for the first signal, and print it on the first rank of each host."""
+        received = (each[0] for each in iter(lambda: self._reader.recv(1), b""))
+        number = next((number for number in received if number in self._before), 0)
+        if not number or os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        reaction = "saving after this step, and then ending"
+        if self._ends_at_once and number != signal.SIGUSR1:
+            reaction = "ending before the first step"
+        elif number == signal.SIGINT:
+            reaction += "; press Ctrl-C again to end without saving"
+        name = signal.Signals(number).name
+        print(f"{_rank_prefix()}{name} received: {reaction}", file=sys.stderr, flush=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
@@ -96,12 +121,38 @@ class StopSignals:
         """Make signals only set `received`, which each step checks."""
         self._ends_at_once = False
 
+    @contextmanager
+    def instead_of_errors(self, moment: str) -> Iterator[None]:
+        """Raise Interrupted instead of an error of the block if a signal arrives before the error
+        or soon after it. moment: see `Interrupted`.
+
+        Terminals and Slurm send signals to all processes of a job. A compiler dies first, and its
+        failure would be reported as a mistake of the user, which schedulers do not retry.
+        """
+        try:
+            yield
+        except Exception as error:
+            deadline = time.monotonic() + SIGNAL_S * (not isinstance(error, ValueError))
+            while not self.received and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if self.received:
+                raise Interrupted(signal.Signals[self.received], moment) from error
+            raise
+
     def release_interrupt(self) -> None:
         """Let Ctrl-C interrupt the process again, because no later step checks `received`."""
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
+    def end_announcements(self) -> None:
+        """Print no signal from now on, because the process ends without another step."""
+        if self._wake.fileno() >= 0:
+            signal.set_wakeup_fd(self._wake_before)
+            self._wake.shutdown(socket.SHUT_RDWR)  # ends the thread
+            self._wake.close()
+
     def restore(self) -> None:
         """Restore the previous signal handlers."""
+        self.end_announcements()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -110,16 +161,21 @@ def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world that it joined, and end the process.
 
     The exit status is 0 if the command returned; 2 after a mistake that the user can fix, with one
-    message and no stack trace; 1 after any other error, with its stack trace; 129, 130 or 143 after
-    a signal. ValueErrors from this project's code are mistakes of the user. ValueErrors from a
+    message and no stack trace; 1 after any other error, with its stack trace; 129, 130, 138 or 143
+    after a signal. ValueErrors from this project's code are mistakes of the user. ValueErrors from a
     library are bugs, so their stack traces are printed.
     """
     guard_console()
     try:
-        world = command()
-        sys.stdout.flush()  # Flushing raises an error if stdout is on a full disk.
-        if world is not None:
-            leave_world(world)
+        try:
+            world = command()
+            sys.stdout.flush()  # Flushing raises an error if stdout is on a full disk.
+            if world is not None:
+                leave_world(world)
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                time.sleep(SIGNAL_S)  # see `StopSignals.instead_of_errors`
+            raise
     except AlreadyReported as error:
         _leave_silently(str(error), 2)
     except ValueError as error:
@@ -130,8 +186,7 @@ def run_command(command: Callable[[], World | None]) -> None:
             _leave_silently(f"error: {error}", 2)
         _leave_with_message(f"error: {error}", 2)
     except Interrupted as error:
-        message = f"ended by {error.number.name} before the first step: nothing to save"
-        _leave_because_of_others(message, 128 + error.number)
+        _leave_because_of_others(str(error), 128 + error.number)
     except KeyboardInterrupt:
         _leave_because_of_others("interrupted", 128 + signal.SIGINT)
     except Exception as error:

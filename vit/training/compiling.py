@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.config.schema import TrainConfig
+from vit.distributed.exit import SIGNAL_S
 from vit.distributed.process_group import World
 from vit.layers.blocks import Blocks
 
@@ -80,6 +81,7 @@ def why_not_compiled(device: torch.device) -> str:
     try:
         torch.compile(line)(torch.ones(8, device=device))
     except Exception as error:  # from Dynamo, compilers, Triton, drivers or disks
+        time.sleep(SIGNAL_S)  # A signal to all processes may have ended the compiler.
         return str(error).strip().splitlines()[0].rstrip(".")
     return ""
 
