@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import TINY
+from processes import TINY, metrics, train
 from safetensors.torch import save_file
 
 import vit.extras.compose
+from vit.build import build
 from vit.config.io import from_dict, load_config
 from vit.config.schema import ModelConfig
 from vit.data.shuffle_quality import measure_shuffle
@@ -21,6 +23,7 @@ from vit.distributed.exit import Interrupted
 from vit.distributed.process_group import World
 from vit.hooks import start_record
 from vit.model import create_model
+from vit.run import Run
 from vit.system.files import WeightsError
 from vit.training.initial_weights import load_initial_weights
 
@@ -45,6 +48,46 @@ def test_only_preemption_leaves_a_mark_in_a_new_run(config, tmp_path, monkeypatc
         assert json.loads(mark.read_text()) == {"step": 0, "signal": "SIGTERM"}
     else:
         assert not mark.exists()
+
+
+def start_while_another_trains(config, run_dir, *overrides: str) -> Run:
+    """Start a run in a new folder. After it has looked for a checkpoint, and before it locks the
+    folder, a real process trains four steps there and ends."""
+
+    def train_elsewhere(*_: object) -> dict[str, object]:
+        train(config, run_dir, "train.steps=4", "checkpoint.every_steps=2")
+        return {}
+
+    words = [*TINY, f"run.dir={run_dir}", "train.steps=4", "checkpoint.every_steps=2", *overrides]
+    settings = load_config(config, words)
+    parts = replace(vit.extras.compose.parts_of(settings), load_weights=train_elsewhere)
+    return build(settings, ALONE, (), parts)
+
+
+@pytest.mark.slow
+def test_the_second_of_two_starts_in_a_new_folder_looks_again(config, tmp_path):
+    with start_while_another_trains(config, tmp_path / "same") as run:
+        assert run.state.step == 4
+        assert run.state.restarts == 1
+    with pytest.raises(ValueError, match=r"optim\.lr"):
+        start_while_another_trains(config, tmp_path / "other", "optim.lr=0.5")
+    assert [line["step"] for line in metrics(tmp_path / "other", "start")] == [0]
+
+
+def test_an_ended_start_leaves_no_mark_in_the_folder_of_another_run(config, tmp_path):
+    """The folder did not exist at the start, but another process has created it since."""
+    run_dir = tmp_path / "run"
+
+    def create_elsewhere(*_: object) -> dict[str, object]:
+        run_dir.mkdir()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    settings = load_config(config, [*TINY, f"run.dir={run_dir}"])
+    parts = replace(vit.extras.compose.parts_of(settings), load_weights=create_elsewhere)
+    with pytest.raises(Interrupted):
+        build(settings, ALONE, (), parts)
+    assert not any(run_dir.iterdir())
 
 
 @pytest.mark.parametrize("num_positions", [5, 4])

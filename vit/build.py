@@ -52,13 +52,12 @@ def build(
     lock = RunLock(place.folder)
     signals = StopSignals()
     try:
-        # 1. Lock the run folder if it exists. A new folder is created and locked only in part 6, so
-        # that no empty folder remains after a mistake in the config.
-        check_same_settings(config_io.to_dict(config), world)
-        world.main_first(lambda: place.lock(lock) if world.is_main else None)
-        run = _build(
-            config, world, set(allow_change), parts=parts, place=place, lock=lock, signals=signals
-        )
+        with signals.instead_of_errors("before the first step: nothing to save"):
+            # 1. Lock the run folder if it exists. A new folder is created and locked only in part
+            # 6, so that no empty folder remains after a mistake in the config.
+            check_same_settings(config_io.to_dict(config), world)
+            world.main_first(lambda: place.lock(lock) if world.is_main else None)
+            run = _build(config, world, set(allow_change), parts, place, lock, signals)
         # From now on, a signal only sets a flag that stops the training loop after the step.
         signals.remember_only()
     except BaseException as error:
@@ -126,6 +125,8 @@ def _build(
         times.end("checkpoint")
 
     # 6. metrics.jsonl. Rank 0 starts first, because it creates the folder.
+    if world.broadcast_from_main(lambda: not lock.is_held and place.create(lock)):
+        return _build(config, world, allowed, parts, place, lock, signals)
     record = world.main_first(
         lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
     )

@@ -423,6 +423,19 @@ class Place:
             lock.acquire()
             self.remove_unfinished()
 
+    def create(self, lock: RunLock) -> bool:
+        """Create the folder of a new run, and lock it. Return whether it contains a checkpoint, of
+        a process that was faster and has ended. Raises ValueError if it cannot be created."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"run.dir={self.folder}: cannot be written ({error.strerror}): choose another"
+                " folder, or free some space"
+            ) from None
+        self.lock(lock)
+        return bool(complete_checkpoints(self.folder))
+
     def remove_unfinished(self) -> None:
         """Remove unfinished files left by killed processes."""
         with suppress(OSError):  # the next write reports the error

@@ -320,9 +320,10 @@ def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new
     """Mark the run as stopped if this process owns the folder. The Slurm script then queues the job
     again."""
     # A new run that is preempted (SIGTERM) is marked, although its folder may not exist yet. A new
-    # run that a user stops with Ctrl-C is not marked, although it may already have the lock.
-    owns_folder = number == signal.SIGTERM if is_new else lock.is_held
-    if not owns_folder:
+    # run that a user stops with Ctrl-C is not marked, although it may already have the lock. The
+    # folder of a new run may by now belong to another process.
+    owns_folder = lock.is_held or (is_new and not folder.is_dir())
+    if not owns_folder or (is_new and number != signal.SIGTERM):
         return
     with suppress(OSError, CheckpointError):  # report only the signal
         folder.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,6 @@ def start_record(
     values = config_io.to_dict(config)
     made_by = provenance()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         record = Record(
             folder,
             config.log,
