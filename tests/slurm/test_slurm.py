@@ -355,3 +355,29 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     time.sleep(7)  # wait longer than a requeued job waits in these tests
     facts = job.facts()
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", restarts), job.log
+
+
+def test_only_tasks_of_srun_without_torchrun_are_refused(cluster, shards, tmp_path):
+    """In the batch script, in `salloc` and in a step with one task, a process trains alone, although
+    SLURM_NTASKS is 2."""
+    config = write_config(tmp_path, shards, steps=2)
+    settings = " ".join(TINY)
+    script = tmp_path / "job.sh"
+    script.write_text(f"""#!/bin/bash
+train() {{ name=$1; shift; "$@" python launch/train.py --config {config} {settings} \\
+  run.dir={tmp_path}/$name >{tmp_path}/$name.log 2>&1; echo "$name $?"; }}
+train batch
+train one srun --ntasks=1
+train tasks srun --ntasks=2
+""")
+    job = cluster.submit(tmp_path / "log", "--ntasks=2", "--time=10", script)
+    assert job.wait()["JobState"] == "COMPLETED", job.log
+    statuses = [line for line in job.log.splitlines() if line.startswith(("batch", "one", "tasks"))]
+    assert statuses == ["batch 0", "one 0", "tasks 2"], job.log
+    errors = (tmp_path / "tasks.log").read_text()
+    for task in (0, 1):
+        assert f"error: srun started this command as process {task} of 2, and each would" in errors
+    assert not (tmp_path / "tasks").exists()
+    shell = f"python launch/train.py --config {config} {settings} run.dir={tmp_path}/shell"
+    cluster.call("salloc", "--ntasks=2", "--quiet", "bash", "-c", shell)
+    assert [line["world_size"] for line in metrics(tmp_path / "shell", "start")] == [1]

@@ -100,13 +100,11 @@ class StopSignals:
         number = next((number for number in received if number in self._before), 0)
         if not number or os.environ.get("LOCAL_RANK", "0") != "0":
             return
-        reaction = "saving after this step, and then ending"
+        reaction = "saving after this step, and then ending; a second Ctrl-C ends without saving"
         if self._ends_at_once and number != signal.SIGUSR1:
             reaction = "ending before the first step"
-        elif number == signal.SIGINT:
-            reaction += "; press Ctrl-C again to end without saving"
-        name = signal.Signals(number).name
-        print(f"{_rank_prefix()}{name} received: {reaction}", file=sys.stderr, flush=True)
+        line = f"{_rank_prefix()}{signal.Signals(number).name} received: {reaction}"
+        print(line, file=sys.stderr, flush=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
@@ -182,7 +180,12 @@ def run_command(command: Callable[[], World | None]) -> None:
         if not _is_ours(error):
             _leave_with_stack()
         # Before the ranks connect, all ranks on a host find the same mistake. Only one reports it.
-        if os.environ.get("LOCAL_RANK", "0") != "0" and not dist.is_initialized():
+        # Without torchrun, this rank could not notice the report.
+        if (
+            os.environ.get("LOCAL_RANK", "0") != "0"
+            and not dist.is_initialized()
+            and _error_file() is not None
+        ):
             _leave_silently(f"error: {error}", 2)
         _leave_with_message(f"error: {error}", 2)
     except Interrupted as error:
@@ -332,7 +335,8 @@ def _report_to_torchrun(message: str) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def _rank_prefix() -> str:

@@ -15,23 +15,73 @@ ENDS_WITHIN_S = 30.0
 much time."""
 ANSWERS_WITHIN_S = 2.0
 """The time that the store on another host may take to answer after torchrun died on this host."""
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+"""The variables of torchrun that are numbers."""
+NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables without which several ranks cannot meet."""
+TASKS = {
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK"),
+}
+"""The variables in which launchers store the number of processes, and the number of this process.
+Unlike SLURM_NTASKS, SLURM_STEP_NUM_TASKS is not set in batch scripts and in `salloc`."""
 _launcher = 0
 """The process id of the torchrun that started this rank; 0 before `end_with_launcher`."""
 
 
 def world_size() -> int:
     """Return the number of ranks, or 1 without torchrun. Works before `join_world`."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
 
 
 def local_world_size() -> int:
     """Return the number of ranks on this host, or 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _number("LOCAL_WORLD_SIZE", 1)
 
 
 def is_main_process() -> bool:
     """Return whether this is rank 0. Works before `join_world`."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return _number("RANK", 0) == 0
+
+
+def _number(name: str, default: int) -> int:
+    """Return the whole number in a variable that torchrun sets. Raises ValueError."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(
+            f"the environment variable {name}={text}: expected a number, which torchrun sets: start"
+            f" this command with torchrun, or `unset {name}`"
+        )
+    return int(text)
+
+
+def check_variables() -> None:
+    """Raise ValueError if a launcher started several processes without making them ranks, or if
+    torchrun's environment variables are incomplete or contradict each other."""
+    numbers = {name: _number(name, 0) for name in NUMBERS if name in os.environ}
+    if not numbers:
+        _check_alone()
+    size = numbers.get("WORLD_SIZE", 1)
+    missing = [name for name in NEEDED if size > 1 and name not in os.environ]
+    if missing or numbers.get("RANK", 0) >= size:
+        problem = f"missing: {', '.join(missing)}" if missing else f"expected RANK below {size}"
+        given = " ".join(f"{name}={number}" for name, number in numbers.items())
+        raise ValueError(
+            f"the environment variables {given}: {problem}: start this command with torchrun, which"
+            f" sets them all, or `unset {' '.join(numbers)}` to train in one process"
+        )
+
+
+def _check_alone() -> None:
+    """Raise ValueError if a launcher started several processes, which would all be rank 0."""
+    for program, (count, number) in TASKS.items():
+        if number in os.environ and os.environ.get(count, "1") != "1":
+            raise ValueError(
+                f"{program} started this command as process {os.environ[number]} of"
+                f" {os.environ[count]}, and each would train alone: start torchrun with {program},"
+                f" once per node (see slurm/train.sh), or `unset {count}` for independent runs"
+            )
 
 
 def end_with_launcher() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import resource
+import socket
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vit.distributed import flight_recorder
 from vit.distributed.attempt import may_restart, part_of_attempt
 from vit.distributed.launcher import (
+    check_variables,
     end_with_launcher,
     is_main_process,
     local_world_size,
@@ -89,6 +91,7 @@ def join_world(
         RankLost: a rank does not join in time.
     """
     began = time.perf_counter()
+    check_variables()
     _set_backends()
     if deterministic:
         make_deterministic()
@@ -99,7 +102,7 @@ def join_world(
         end_with_launcher()
         try:
             store, rank, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
+        except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
             raise ValueError(_why_not_met(str(error))) from None
         if may_restart():
             store = part_of_attempt(store, rank, size, limit or COLLECTIVE_TIMEOUT)
@@ -127,6 +130,10 @@ def join_world(
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(_why_not_met(str(error))) from None
+        except RuntimeError as error:
+            if problem := _wrong_interface(str(error)):
+                raise ValueError(problem) from None
+            raise
     return replace(world, joined_s=time.perf_counter() - began)
 
 
@@ -214,6 +221,23 @@ def make_deterministic() -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # NVSwitch reductions have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
     os.environ.setdefault("NCCL_ALGO", "^NVLS")
+
+
+def _wrong_interface(reason: str) -> str:
+    """Return a message if gloo or NCCL found no network interface of the name, else ""."""
+    signs = {
+        "GLOO_SOCKET_IFNAME": "ind address for",
+        "NCCL_SOCKET_IFNAME": "no socket interface found",
+    }
+    for name, sign in signs.items():
+        if sign in reason:
+            return (
+                f"the environment variable {name}={os.environ.get(name)}: no such interface with an"
+                f" address on {socket.gethostname()}: expected one of"
+                f" {', '.join(interface for _, interface in socket.if_nameindex())} (gloo does not"
+                f" know NCCL's ^, = and prefixes), or `unset {name}`"
+            )
+    return ""
 
 
 def _why_not_met(reason: str) -> str:

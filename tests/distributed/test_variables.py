@@ -1,0 +1,107 @@
+"""Test that wrong environment variables of torchrun and of other launchers end in one line."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import warm_python
+from processes import REPOSITORY, call, environment
+from distributed.test_process_group import by_hand
+
+JOIN = """
+import vit.distributed.process_group as distributed
+from vit.distributed.exit import run_command
+
+def main():
+    world = distributed.join_world("cpu")
+    print("joined", world.rank, world.size)
+    return world
+
+run_command(main)
+"""
+WITH_TORCHRUN = "start this command with torchrun"
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+TWO = {"RANK": "0", "WORLD_SIZE": "2", **MEET}
+
+
+@pytest.fixture
+def joined(tmp_path: Path):
+    script = tmp_path / "join.py"
+    script.write_text(JOIN)
+
+    def join(variables: dict[str, str]) -> tuple[int, str, str]:
+        line = [warm_python.python(environment()), str(script)]
+        done = call(line, {**environment(), **variables}, REPOSITORY)
+        return done.returncode, done.stdout, done.stderr
+
+    return join
+
+
+@pytest.mark.parametrize(
+    ("variables", "texts"),
+    [
+        ({"RANK": "1"}, ["RANK=1: expected RANK below 1", WITH_TORCHRUN, "`unset RANK`"]),
+        (
+            {"WORLD_SIZE": "2"},
+            ["WORLD_SIZE=2: missing: RANK, MASTER_ADDR, MASTER_PORT", "`unset WORLD_SIZE`"],
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0 WORLD_SIZE=2: missing: MASTER_ADDR"]),
+        ({**TWO, "RANK": "2"}, ["RANK=2 WORLD_SIZE=2", "expected RANK below 2"]),
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE=two: expected a number", "`unset WORLD_SIZE`"]),
+        ({"RANK": "x"}, ["RANK=x: expected a number"]),
+        ({"LOCAL_RANK": "-1"}, ["LOCAL_RANK=-1: expected a number"]),
+        ({"LOCAL_WORLD_SIZE": ""}, ["LOCAL_WORLD_SIZE=: expected a number"]),
+        ({**TWO, "MASTER_PORT": "port"}, ["MASTER_PORT=port: expected a number"]),
+        ({**TWO, "MASTER_PORT": "70000"}, ["127.0.0.1:70000", "MASTER_PORT"]),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+            ["srun started this command as process 1 of 2", "`unset SLURM_STEP_NUM_TASKS`"],
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"},
+            ["mpirun started this command as process 3 of 4", "start torchrun with mpirun"],
+        ),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, ["mpiexec started this command as process 0 of 2"]),
+    ],
+)
+def test_wrong_variables_end_in_one_line(joined, variables, texts):
+    status, _, errors = joined(variables)
+    assert status == 2, errors
+    assert len(errors.splitlines()) == 1, errors
+    assert re.match(r"(rank \d: )?error: ", errors)
+    for text in texts:
+        assert text in errors
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "nohost", "MASTER_PORT": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # in a batch script
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},  # srun --pty
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "RANK": "0", "WORLD_SIZE": "1"},
+        {"OMP_NUM_THREADS": "abc"},
+    ],
+)
+def test_one_process_trains_alone(joined, variables):
+    assert joined(variables)[:2] == (0, "joined 0 1\n")
+
+
+@pytest.mark.parametrize("name", ["nowhere0", "^lo,docker"])
+def test_a_wrong_network_interface_is_named(tmp_path, monkeypatch, name):
+    """`^` is NCCL's syntax, which gloo does not know."""
+    script = tmp_path / "join.py"
+    script.write_text(JOIN.replace("def main():", 'def main():\n    print("waiting", flush=True)'))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    with by_hand(script, 2) as ranks:
+        ended = [process.communicate(timeout=240)[1] for process in ranks]
+    for rank, (process, errors) in enumerate(zip(ranks, ended, strict=True)):
+        assert process.returncode == 2, errors
+        expected = f"error: the environment variable GLOO_SOCKET_IFNAME={name}: no such interface"
+        assert f"{f'rank {rank}: ' if rank else ''}{expected}" in errors
+        assert socket.if_nameindex()[0][1] in errors
+        assert "Traceback" not in errors
