@@ -80,13 +80,16 @@ def test_an_error_waits_for_the_signal_that_may_have_caused_it(monkeypatch):
         has_raised.wait()
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def fail() -> None:
+        with signals.instead_of_errors("in a test"):
+            has_raised.set()
+            raise RuntimeError("C++ compile error")
+
     sender = threading.Thread(target=send_later)
     sender.start()
     try:
         with pytest.raises(Interrupted, match=r"^ended by SIGTERM in a test$") as error:
-            with signals.instead_of_errors("in a test"):
-                has_raised.set()
-                raise RuntimeError("C++ compile error")
+            fail()
     finally:
         sender.join()
         signals.restore()
@@ -98,7 +101,7 @@ def test_an_error_waits_for_the_signal_that_may_have_caused_it(monkeypatch):
 def test_errors_without_a_signal_are_raised_unchanged(kind):
     signals = StopSignals()
     try:
-        with pytest.raises(kind, match="^bad$"), signals.instead_of_errors("in a test"):
+        with pytest.raises(kind, match=r"^bad$"), signals.instead_of_errors("in a test"):
             raise kind("bad")
     finally:
         signals.restore()

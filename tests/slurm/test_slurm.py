@@ -358,8 +358,8 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
 
 
 def test_only_tasks_of_srun_without_torchrun_are_refused(cluster, shards, tmp_path):
-    """In the batch script, in `salloc` and in a step with one task, a process trains alone, although
-    SLURM_NTASKS is 2."""
+    """In the batch script, in `salloc` and in a step with one task, a process trains alone,
+    although SLURM_NTASKS is 2."""
     config = write_config(tmp_path, shards, steps=2)
     settings = " ".join(TINY)
     script = tmp_path / "job.sh"

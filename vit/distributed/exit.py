@@ -159,9 +159,9 @@ def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world that it joined, and end the process.
 
     The exit status is 0 if the command returned; 2 after a mistake that the user can fix, with one
-    message and no stack trace; 1 after any other error, with its stack trace; 129, 130, 138 or 143
-    after a signal. ValueErrors from this project's code are mistakes of the user. ValueErrors from a
-    library are bugs, so their stack traces are printed.
+    message and no stack trace; 1 after any other error, with its stack trace; 128 and its number
+    after a signal. ValueErrors from this project's code are mistakes of the user. ValueErrors from
+    a library are bugs, so their stack traces are printed.
     """
     guard_console()
     try:

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm_python
 from error_rows import NEEDS_MOUNT, Place, Row, Scenarios, python, snapshot
-from processes import REPOSITORY, TINY, Background
+from processes import REPOSITORY, TINY, Background, command, environment
 
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
@@ -152,6 +153,39 @@ def _(place):
             f"run.dir={place.run_dir}",
             *TINY,
         )
+
+
+def start_with(place: Place, ranks: int = 0, **variables: str) -> None:
+    """Run `launch/train.py` with variables that it reads only after all imports."""
+    python = warm_python.python(environment())
+    words = ("--config", place.config, f"run.dir={place.run_dir}", *TINY)
+    line = command("launch/train.py", *words, ranks=ranks, python=python)
+    place.run(*line, PYTHON_EXEC=python, **variables)
+
+
+@scenario("half of the variables that torchrun sets")
+def _(place):
+    start_with(place, WORLD_SIZE="2")
+
+
+@scenario("a rank that is not below the number of ranks")
+def _(place):
+    start_with(place, RANK="1")
+
+
+@scenario("a variable of torchrun that is not a number")
+def _(place):
+    start_with(place, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port")
+
+
+@scenario("several tasks of srun, or processes of mpirun, without torchrun")
+def _(place):
+    start_with(place, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
+
+
+@scenario("a network interface that this host lacks, printed by a rank, above torchrun's stack")
+def _(place):
+    start_with(place, ranks=2, GLOO_SOCKET_IFNAME="nowhere0")
 
 
 @scenario("Python is too old")
