@@ -380,3 +380,20 @@ def test_a_split_without_samples_is_refused(tmp_path):
     with pytest.raises(PrepError, match="split 'train' has no samples"):
         write(source_of(tmp_path, {"train": []}), tmp_path / "root")
     assert not (tmp_path / "root").exists()
+
+
+def test_the_second_of_two_simultaneous_commands_with_other_options_is_refused(small, tmp_path):
+    """The first command writes its data set while the second command lists the source."""
+    root = tmp_path / "root"
+
+    def fill(builder) -> None:
+        write(small, root, FOUR)
+        small.fill(builder)
+
+    with pytest.raises(PrepError, match="seed was 0, now 1"):
+        write(replace(small, fill=fill), root, replace(FOUR, seed=1))
+    write(small, tmp_path / "alone", FOUR)
+    names = {path.name for path in (tmp_path / "alone").glob("*.*")}
+    assert {path.name for path in root.glob("*.*")} == names
+    for name in names:
+        assert (root / name).read_bytes() == (tmp_path / "alone" / name).read_bytes(), name
