@@ -7,6 +7,7 @@ takes less than an hour on two cores.
 
     kills      SIGKILL to a random rank or all ranks, in a random phase, `count` times
     signals    SIGTERM and SIGUSR1 in each phase, count / 50 times
+    groups     SIGTERM, SIGINT and SIGHUP to all processes of a job that starts, count / 10 times
     stops      SIGSTOP to a rank, a loader worker and the saver thread, for 60 s each
     ranks      a killed run on 4, 2, 3 and 1 ranks: its batches (plain) and its bits (exact)
     jobs       two simultaneous runs on this node, and a third run in the first run's folder
@@ -46,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import families
 import warm_python
-from faults import flat, outage, ranks, stops
+from faults import flat, groups, outage, ranks, stops
 from faults.kills import Whole, broken_and_continued
 from faults.phases import PHASES, Phase
 from processes import REPOSITORY, make_shards, train, write_config
@@ -109,6 +110,22 @@ class Soak:
                     shutil.rmtree(folder)
                 meter.update(number + 1)
         return _tally(len(cases), faults, "weights and optimizer bit-equal, sample checksums exact")
+
+    def groups(self) -> str:
+        """Send signals at moments that are spread over the CPU time of a whole job."""
+        times = max(self.count // 10, 1)
+        rng = random.Random(self.seed)
+        config = write_config(self.folder, self.shards, "groups.yaml", steps=2)
+        whole_s = groups.cpu_s_of_a_whole_job(config, self.new_folder("groups_whole"))
+        faults = []
+        with Meter("groups", times, "jobs") as meter:
+            for number in range(times):
+                after_s = whole_s * (number + rng.random()) / times
+                folder = self.new_folder(f"groups{number}")
+                to_send = groups.NUMBERS[number % len(groups.NUMBERS)]
+                faults += groups.signalled(config, folder, to_send, after_s, rng)
+                meter.update(number + 1)
+        return f"signals to all processes of a job: {_tally(times, faults, 'to be retried')}"
 
     def stops(self) -> str:
         """Stop a process with SIGSTOP in each of three cases. The cases run in parallel, because
@@ -209,7 +226,18 @@ def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
 PARTS: dict[str, Callable[[Soak], str]] = {
     name: getattr(Soak, name)
     for name in (
-        *("kills", "signals", "stops", "ranks", "jobs", "steps", "starts", "outage", "exits"),
+        *(
+            "kills",
+            "signals",
+            "groups",
+            "stops",
+            "ranks",
+            "jobs",
+            "steps",
+            "starts",
+            "outage",
+            "exits",
+        ),
         "secrets",
     )
 }

@@ -12,8 +12,9 @@ from contextlib import suppress
 
 import pytest
 from extras.deleted_extras import needs
+from faults.groups import compile_in, tree
 from faults.phases import lines_of, stopped
-from proc import children, status_of
+from proc import children, command_line, status_of
 from processes import COMMANDS, TINY, Background, call, command, final_state, train
 
 from vit.checkpoint.resume import settings_sha256
@@ -147,6 +148,52 @@ def _pending(pid: int) -> int:
     """Return the pending signals of a process, or 0 if the process has exited."""
     lines = status_of(pid)
     return int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
+
+
+START = "."  # exists from the start
+FIRST_STEP = "run/metrics.jsonl"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("begins_with", "number", "moment"),
+    [
+        (START, signal.SIGINT, "before the first step: nothing to save"),
+        pytest.param(
+            FIRST_STEP,
+            signal.SIGTERM,
+            "in an unfinished step: run the same command to continue from the newest checkpoint",
+        ),
+    ],
+)
+def test_a_signal_to_the_process_group_of_a_compiling_run(
+    tmp_path, config, begins_with, number, moment
+):
+    with compile_in(tmp_path, config, begins_with) as family:
+        os.killpg(family.process.pid, number)
+        output, _ = family.communicate(240)
+    assert family.process.returncode == 128 + number, output
+    assert output.count(f"{number.name} received: ") == 1, output
+    assert output.rstrip().endswith(f"ended by {number.name} {moment}"), output
+    marker = tmp_path / "run" / "stopped_early"
+    assert marker.exists() == (begins_with == FIRST_STEP), "a batch script looks for this file"
+    if marker.exists():
+        assert json.loads(marker.read_text()) == {"step": 0, "signal": "SIGTERM"}
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_job_asks_for_a_retry(tmp_path, config, number):
+    with compile_in(tmp_path, config, FIRST_STEP, script="job") as family:
+        pids = tree(family.process.pid)
+        assert any("sleep 1000" in command_line(pid) for pid in pids), "the compiler must be alive"
+        for pid in pids:
+            os.kill(pid, number)
+        output, _ = family.communicate(240)
+    assert family.process.returncode == 75, output
+    assert f"ended by {number.name} before the first save" in output.splitlines()[-1]
+    assert "torch.compile failed" not in output
 
 
 def test_paths_on_a_host_are_not_treated_as_different_settings():
