@@ -85,15 +85,13 @@ def _build(
     data = open_data(config, world)
     config = as_trained(config, data)
     objective = parts.create_objective(config, data, world)
-    notes = [objective.notes]
-    notes += [hook.opened(config, world, data, place) for hook in parts.hooks]
+    notes = [objective.notes, *(hook.opened(config, world, data, place) for hook in parts.hooks)]
     facts = {**data.facts, **{key: part.facts[key] for part in notes for key in part.facts}}
     times.end("data")
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks start from the same weights, which come from a seed, a file or a
-    # checkpoint.
+    # 3. The model. All ranks start from the same weights, of a seed, a file or a checkpoint.
     with world.fail_together(), nullcontext() if newest is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)

@@ -41,9 +41,10 @@ def run_jobs(
     """
     # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    images_done = context.Value("Q", 0)
-    bytes_done = context.Value("Q", 0)
-    stopping = context.Value("b", 0)
+    with signals_blocked():  # The first value starts a process that would be ended by SIGHUP.
+        images_done = context.Value("Q", 0)
+        bytes_done = context.Value("Q", 0)
+        stopping = context.Value("b", 0)
     results: dict[Any, Any] = {}
     names: dict[Future, Any] = {}
     waiting = iter(jobs)
