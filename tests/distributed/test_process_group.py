@@ -200,6 +200,18 @@ run_command(main)
 """
 
 
+JOIN = """
+import vit.distributed.process_group as distributed
+from vit.distributed.exit import run_command
+
+def main():
+    print("waiting", flush=True)
+    return distributed.join_world("cpu")
+
+run_command(main)
+"""
+
+
 @contextmanager
 def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Start ranks without torchrun, with the store on rank 0, and wait until all of them are
@@ -236,14 +248,30 @@ def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
     """Each rank may run on a different host, where no launcher would end it."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
+    received = "received: ending before the first step\n"
     nothing = "before the first step: nothing to save\n"
     with by_hand(script, 3) as ranks:
         ranks[1].send_signal(signal.SIGTERM)
-        assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
+        lines = f"rank 1: SIGTERM {received}rank 1: ended by SIGTERM {nothing}"
+        assert end_of(ranks[1]) == (lines, 143)
         assert end_of(ranks[2]) == ("", 2)
         # Rank 0 receives the signal in the function for which the other ranks are waiting.
         ranks[0].send_signal(signal.SIGINT)
-        assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
+        assert end_of(ranks[0]) == (f"SIGINT {received}ended by SIGINT {nothing}", 130)
+
+
+def test_a_wrong_network_interface_is_named_by_each_rank(tmp_path, monkeypatch):
+    """`^` is the syntax of NCCL's variable, which gloo does not know."""
+    script = tmp_path / "join.py"
+    script.write_text(JOIN)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo,docker")
+    named = "error: the environment variable GLOO_SOCKET_IFNAME=^lo,docker: no such interface"
+    with by_hand(script, 2) as ranks:
+        for process in ranks:
+            errors, status = end_of(process)
+            assert status == 2, errors
+            assert named in errors
+            assert "Traceback" not in errors
 
 
 def test_a_waiting_rank_notices_a_killed_rank_of_its_host(tmp_path):

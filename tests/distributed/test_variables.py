@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 
 import pytest
-from distributed.test_process_group import by_hand
 
 from vit.distributed.launcher import NEEDED, NUMBERS, TASKS, check_variables
 from vit.distributed.process_group import join_world
 
-JOIN = """
-import vit.distributed.process_group as distributed
-from vit.distributed.exit import run_command
-
-def main():
-    print("waiting", flush=True)
-    return distributed.join_world("cpu")
-
-run_command(main)
-"""
 WITH_TORCHRUN = "start this command with torchrun"
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TWO = {"RANK": "0", "WORLD_SIZE": "2", **MEET}
@@ -89,19 +77,3 @@ def test_a_port_that_does_not_exist_is_a_mistake(variables_of):
 def test_one_process_trains_alone(variables_of, variables):
     variables_of(variables)
     assert join_world("cpu").size == 1
-
-
-@pytest.mark.parametrize("name", ["nowhere0", "^lo,docker"])
-def test_a_wrong_network_interface_is_named(tmp_path, monkeypatch, name):
-    """`^` is NCCL's syntax, which gloo does not know."""
-    script = tmp_path / "join.py"
-    script.write_text(JOIN)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    with by_hand(script, 2) as ranks:
-        ended = [process.communicate(timeout=240)[1] for process in ranks]
-    for rank, (process, errors) in enumerate(zip(ranks, ended, strict=True)):
-        assert process.returncode == 2, errors
-        expected = f"error: the environment variable GLOO_SOCKET_IFNAME={name}: no such interface"
-        assert f"{f'rank {rank}: ' if rank else ''}{expected}" in errors
-        assert socket.if_nameindex()[0][1] in errors
-        assert "Traceback" not in errors

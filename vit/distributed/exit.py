@@ -91,7 +91,8 @@ class StopSignals:
         self._reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._wake_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._announce, name="signals", daemon=True).start()
+        self._announcer = threading.Thread(target=self._announce, name="signals", daemon=True)
+        self._announcer.start()
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _announce(self) -> None:
@@ -103,13 +104,18 @@ class StopSignals:
         reaction = "saving after this step, and then ending; a second Ctrl-C ends without saving"
         if self._ends_at_once and number != signal.SIGUSR1:
             reaction = "ending before the first step"
-        line = f"{_rank_prefix()}{signal.Signals(number).name} received: {reaction}"
-        print(line, file=sys.stderr, flush=True)
+        print(
+            f"{_rank_prefix()}{signal.Signals(number).name} received: {reaction}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
         # Code such as `__del__` may swallow the exception, so set this before raising.
         self.received = signal.Signals(number).name
+        # Print the signal before the end. This thread may hold the lock of the console.
+        self._announcer.join(SIGNAL_S)
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
         if is_second and number == signal.SIGINT:  # a second Ctrl-C: stop immediately

@@ -66,10 +66,11 @@ def check_variables() -> None:
     missing = [name for name in NEEDED if size > 1 and name not in os.environ]
     if missing or numbers.get("RANK", 0) >= size:
         problem = f"missing: {', '.join(missing)}" if missing else f"expected RANK below {size}"
-        given = " ".join(f"{name}={number}" for name, number in numbers.items())
         raise ValueError(
-            f"the environment variables {given}: {problem}: start this command with torchrun, which"
-            f" sets them all, or `unset {' '.join(numbers)}` to train in one process"
+            "the environment variables"
+            f" {' '.join(f'{name}={number}' for name, number in numbers.items())}: {problem}: start"
+            " this command with torchrun, which sets them all, or"
+            f" `unset {' '.join(numbers)}` to train in one process"
         )
 
 
