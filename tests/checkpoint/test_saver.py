@@ -366,7 +366,7 @@ def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config)
     complete."""
     run = built(config, tmp_path / "run", "checkpoint.every_steps=2")
     release = threading.Event()
-    give_up = threading.Timer(5, release.set)
+    give_up = threading.Timer(120, release.set)
 
     def hold(event: str, args: tuple) -> None:
         if event == "os.rename" and str(args[1]).endswith("step_00000004"):

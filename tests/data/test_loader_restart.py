@@ -117,7 +117,7 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
 def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next():
     batches = Numbered()
     # The timeout includes the time until stopped workers have been killed.
-    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:
+    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=5) as loader:
         list(loader)
         crew = crew_of(loader)
         for pid in crew:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,10 +33,16 @@ from vit.system.devices import HostDevices, choose_device
 from vit.system.host import num_nvidia_gpus
 
 SLOW_MAIN = """
-import datetime, time
+import datetime, os, time
+from pathlib import Path
 import vit.distributed.process_group as distributed
 from vit.distributed.exit import leave_world
 distributed.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=5)
+# The time-out also limits the start, and a busy machine starts one rank much later than the other.
+here = Path(__file__).parent
+(here / f"started{os.environ['RANK']}").touch()
+while len(list(here.glob("started*"))) < 2:
+    time.sleep(0.01)
 world = distributed.join_world("cpu")
 
 def make():
@@ -150,7 +156,7 @@ def test_a_later_mistake_of_another_rank_ends_ranks_that_are_ahead():
 
 
 def test_names_a_rank_that_does_not_arrive(monkeypatch):
-    monkeypatch.setattr(world_module, "LONGEST_WAIT", datetime.timedelta(seconds=2))
+    monkeypatch.setattr(world_module, "LONGEST_WAIT", datetime.timedelta(seconds=4))
 
     def function(world: World) -> None:
         if world.rank != 2:
@@ -367,14 +373,18 @@ def test_the_main_rank_chooses_one_device_for_all():
 
 
 def test_a_rank_missing_when_devices_are_chosen_ends_all(monkeypatch):
-    monkeypatch.setattr(world_module, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=2))
+    monkeypatch.setattr(world_module, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=4))
+    others_ended = threading.Barrier(3)
 
     def function(world: World) -> None:
         if world.rank == 2:
-            time.sleep(6)
+            others_ended.wait()
             world.announce_end("rank 0 did not say so")
-        else:
+            return
+        try:
             process_group._agree_on_device(world, "auto", "train.device=", CPU)
+        finally:
+            others_ended.wait()
 
     first, second, _ = together(3, function)
     assert isinstance(first, RankLost)

@@ -25,6 +25,9 @@ from vit.distributed.watchdog import Verdict, Watch, _Seen, judge
 from vit.distributed.world import LONGEST_WAIT, World
 
 LIMIT_S = 60.0
+BUSY_LIMIT_S = 3.0
+"""A rank that does not hang must mark and send heartbeats within this time, even on a busy
+machine."""
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
@@ -100,14 +103,17 @@ def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> l
 
 
 def test_all_ranks_report_the_rank_that_is_behind():
-    heard = together(3, lambda world: watched(world, 1, limit_s=0.5, for_s=60))
+    heard = together(3, lambda world: watched(world, 1, BUSY_LIMIT_S, for_s=240))
     assert [[verdict.ranks for verdict in each] for each in heard] == [[(1,)]] * 3
     assert len({verdict.message for each in heard for verdict in each}) == 1
     assert heard[0][0].message.startswith("rank 1 on ")
 
 
 def test_does_not_end_ranks_that_make_progress():
-    assert together(3, lambda world: watched(world, None, limit_s=5.0, for_s=1.0)) == [[]] * 3
+    assert (
+        together(3, lambda world: watched(world, None, BUSY_LIMIT_S, 1.5 * BUSY_LIMIT_S))
+        == [[]] * 3
+    )
     assert together(1, lambda world: watched(world, 0, limit_s=0.1, for_s=0.5)) == [[]]
 
 
@@ -115,9 +121,9 @@ def test_a_rank_that_stops_comparing_is_not_considered_silent():
     """After a rewind, the rank reopens its loader, which may take a long time."""
 
     def work(world: World) -> list[Verdict]:
-        verdicts = watched(world, None, limit_s=0.5, for_s=0.2)
+        verdicts = watched(world, None, BUSY_LIMIT_S, for_s=0.2)
         if world.rank != 1:
-            verdicts += watched(world, None, limit_s=0.5, for_s=2.0)
+            verdicts += watched(world, None, BUSY_LIMIT_S, 1.5 * BUSY_LIMIT_S)
         return verdicts
 
     assert together(3, work) == [[]] * 3
@@ -191,7 +197,7 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
         1, 2, torch.device("cpu"), dist.PrefixStore("vit", store_over_cable), ("first", "second")
     )
     verdicts = Queue[Verdict]()
-    watch = Watch(world, 1.0, verdicts.put)
+    watch = Watch(world, BUSY_LIMIT_S, verdicts.put)
     watch.start()
     while not store.check(["vit/beat 1"]):
         time.sleep(0.01)
@@ -200,10 +206,10 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
     # The run must continue as long as the rank makes progress, even if the store is unreachable.
     for step in range(1, 20):
         watch.mark(step, "in the step")
-        time.sleep(0.1)
+        time.sleep(1.2 * BUSY_LIMIT_S / 19)
     assert verdicts.empty()
     if is_cut:
-        verdict = verdicts.get(timeout=60)
+        verdict = verdicts.get(timeout=240)
         assert verdict.is_cut_off
         assert "rank 1 on second has not reached the store of torchrun at first:29500 for" in (
             verdict.message
@@ -211,7 +217,7 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
         assert "; last at step 19, in the step: that host or the" in verdict.message
     else:
         # The rank has stalled, but the store still responds.
-        time.sleep(1.5)
+        time.sleep(1.2 * BUSY_LIMIT_S)
         assert verdicts.empty()
     cable.close()
     watch.close()
@@ -224,11 +230,11 @@ def shards(tmp_path_factory):
 
 def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path):
     config = write_config(tmp_path, shards, steps=3000)
-    run = Background(config, tmp_path / "run", "run.hang_timeout_s=4", ranks=2, cold=True)
+    run = Background(config, tmp_path / "run", "run.hang_timeout_s=8", ranks=2, cold=True)
     run.wait_for_step(4)
     stopped = run.trainers()[1]
     os.kill(stopped, signal.SIGSTOP)
-    output = run.wait_for_output("has sent no heartbeat for 4 s; last at step")
+    output = run.wait_for_output("has sent no heartbeat for 8 s; last at step")
     assert "rank 1 on " in output
     # Kill the stalled rank, because torchrun would wait 30 s for it.
     os.kill(stopped, signal.SIGKILL)

@@ -68,6 +68,8 @@ def trained_through(
         )
         run.wait_for_step(4)
         gate.close()
+        while not gate.num_refused and run.process.poll() is None:
+            time.sleep(0.01)
         time.sleep(away_s)
         gate.open()
         output = run.end()

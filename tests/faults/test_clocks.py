@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,7 +109,8 @@ def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
     policy = RetryPolicy(limit_s=60.0, first_pause_s=0.01)
     with caplog.at_level(logging.WARNING):
         assert policy.call("http://clocks.test/a", attempt) == "there"
-    assert "answers again after 0 s" in caplog.text
+    [away_s] = re.findall(r"answers again after (\d+) s", caplog.text)
+    assert int(away_s) < 60
 
 
 def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):

@@ -13,7 +13,9 @@ from processes import final_state, last_step, train, write_config
 pytestmark = pytest.mark.full
 STEPS = 200
 SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
-ENDS_WITHIN_S = 150.0
+HANG = "run.hang_timeout_s=15"
+"""A rank that does not hang must send heartbeats within this time, even on a busy machine."""
+ENDS_WITHIN_S = 240.0
 """The time limit for the remaining host to exit. The limit includes torchrun's timeout of 30 s, the
 project's own timeout, and the startup time on a busy machine."""
 
@@ -50,11 +52,11 @@ def test_a_cut_that_is_shorter_than_the_limit_changes_nothing(two_hosts, tmp_pat
 def test_after_a_longer_cut_both_hosts_end_and_name_the_lost_rank(two_hosts, tmp_path, config):
     first, second = two_hosts.hosts
     run_dir = tmp_path / "run"
-    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
+    two_hosts.train(config, run_dir, *SPARSE, HANG, "train.steps=100000")
     wait_for_step(run_dir, 40)
     two_hosts.cut()
     assert first.end(ENDS_WITHIN_S) == 1
-    assert "error: rank 1 on second has sent no heartbeat for 5 s; last at step" in first.printed()
+    assert "error: rank 1 on second has sent no heartbeat for 15 s; last at step" in first.printed()
     assert second.end(ENDS_WITHIN_S) == 137, (
         "the rank must kill its launcher, which would wait for the store forever"
     )
@@ -67,7 +69,7 @@ def test_restarts_of_torchrun_continue_once_the_cable_is_back(two_hosts, tmp_pat
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     restarts = ("--max-restarts=3", "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=60")
-    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", launcher=restarts)
+    two_hosts.train(config, run_dir, *SPARSE, HANG, launcher=restarts)
     wait_for_step(run_dir, 40)
     two_hosts.cut()
     first.wait_for("has sent no heartbeat")
@@ -84,13 +86,13 @@ def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, confi
     peers receive nothing."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
-    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
+    two_hosts.train(config, run_dir, *SPARSE, HANG, "train.steps=100000")
     wait_for_step(run_dir, 40)
     if is_cut:
         two_hosts.cut()
     second.kill()
     assert first.end(ENDS_WITHIN_S) == 1
-    silent = "error: rank 1 on second has sent no heartbeat for 5 s; last at step"
+    silent = "error: rank 1 on second has sent no heartbeat for 15 s; last at step"
     assert (silent if is_cut else "lost the connection to another rank") in first.printed()
 
 
@@ -99,7 +101,7 @@ def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
     other host must exit after its own timeout."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
-    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
+    two_hosts.train(config, run_dir, *SPARSE, HANG, "train.steps=100000")
     wait_for_step(run_dir, 40)
     two_hosts.cut()
     first.kill()

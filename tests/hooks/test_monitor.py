@@ -94,7 +94,6 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
         assert 0 < line["loader_images_per_s"] <= ROWS / PAUSE_S
     if is_told:
         shares = [int(share) for share, *_ in messages]
-        assert shares[0] > 50
         assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same message was repeated"
         for _, rate, remedy in messages:
             assert 0 < float(rate) <= ROWS / PAUSE_S

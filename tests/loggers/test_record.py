@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -210,20 +211,22 @@ def test_messages_go_to_stderr_unchanged(tmp_path, capsys):
 # --- one writer -----------------------------------------------------------------------------------
 
 HOLD = """
-import sys, time
+import sys
 from functools import partial
 from pathlib import Path
 from vit.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
-time.sleep(float(sys.argv[2]))
+sys.stdin.readline()
 """
 
 
-def hold(folder: Path, seconds: float) -> subprocess.Popen:
+def hold(folder: Path) -> subprocess.Popen:
+    """Start a process that holds the lock of a run until it reads a line or is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), str(seconds)],
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -234,12 +237,23 @@ def hold(folder: Path, seconds: float) -> subprocess.Popen:
 
 
 def test_waits_for_a_run_that_is_ending(tmp_path, capsys):
-    with hold(tmp_path, 2.0) as other:
+    printed = list[str]()
+
+    def end_once_awaited() -> None:
+        while not printed:
+            time.sleep(0.01)
+            printed.extend(capsys.readouterr().err.splitlines())
+        other.communicate("end\n")
+
+    with hold(tmp_path) as other:
+        ending = threading.Thread(target=end_once_awaited)
+        ending.start()
         record = record_in(tmp_path)
-        assert other.wait(120) == 0
+        ending.join()
+        assert other.returncode == 0
     record.write("start", 0)
     record.close()
-    (message,) = capsys.readouterr().err.splitlines()
+    (message,) = printed + capsys.readouterr().err.splitlines()
     assert (
         message
         == f"{tmp_path}: waiting up to 15 s for process {other.pid} on {socket.gethostname()}"
@@ -249,7 +263,7 @@ def test_waits_for_a_run_that_is_ending(tmp_path, capsys):
 
 def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
     monkeypatch.setattr("vit.run_folder.LOCK_WAIT_S", 0.5)
-    with hold(tmp_path, 60) as other:
+    with hold(tmp_path) as other:
         with pytest.raises(
             ValueError,
             match=(

@@ -279,7 +279,7 @@ def cluster() -> Iterator[Cluster]:
             daemon.send_signal(signal.SIGTERM)
         for daemon in [*cluster.nodes.values(), *reversed(started)]:
             try:
-                daemon.wait(15)
+                daemon.wait(60)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

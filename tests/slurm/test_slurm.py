@@ -174,7 +174,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
     cluster.end_node("n2", signal.SIGKILL)
-    assert cluster.nodes["n2"].wait(30) != 0
+    assert cluster.nodes["n2"].wait(120) != 0
     job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
     cluster.start_node("n2")
     facts = job.wait()

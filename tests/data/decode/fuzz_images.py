@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import itertools
 import os
 import random
 import struct
@@ -27,7 +28,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -494,9 +495,15 @@ def _lie(data: bytearray, rng: random.Random) -> None:
         data[header.scan_offset - rng.randint(1, 9)] = rng.randrange(256)
 
 
-def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
-    """Fuzz until the time is up. Return the counts, and the differences with the files that cause
-    them."""
+def numbers_for(seconds: float) -> Iterator[int]:
+    """Count from 0 until the time is up."""
+    end_s = time.monotonic() + seconds
+    return itertools.takewhile(lambda _: time.monotonic() < end_s, itertools.count())
+
+
+def fuzz(numbers: Iterable[int], seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
+    """Damage and compare one file for each number. Return the counts, and the differences with the
+    files that cause them."""
     rng = random.Random(seed)
     counts = Counter[str]()
     differences = []
@@ -507,8 +514,7 @@ def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]
         for name, data in kinds(width, height).items()
     ]
     jpegs_only = [pair for pair in seeds if "JPEG " in pair[0] or "MPO" in pair[0]]
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
+    for _ in numbers:
         name, data = rng.choice(jpegs_only if rng.random() < 0.8 else seeds)
         data = damaged(data, rng)
         counts["files"] += 1
@@ -545,7 +551,7 @@ def main() -> int:
         f" {'yes' if native.AVAILABLE else 'no, so one way less is compared'}",
         flush=True,
     )
-    counts, differences = fuzz(60 * args.minutes, seed, args.keep)
+    counts, differences = fuzz(numbers_for(60 * args.minutes), seed, args.keep)
     print(*differences[:40], sep="\n")
     print(", ".join(f"{number:,} {event}" for event, number in counts.items()))
     return 1 if differences else 0

@@ -104,10 +104,11 @@ def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
     os.kill(holder.pid, signal.SIGSTOP)
     try:
         cache = BlockCache(folder, 1)
-        began_s = time.monotonic()
         for _ in range(20):
             assert cache.fetch("set/0.block", block()) == b"x" * 1000
-        assert 0.5 < time.monotonic() - began_s < 8, "only the first access may wait for the lock"
+        assert caplog.text.count("waiting for up to") == 1, (
+            "only the first access may wait for the lock"
+        )
         assert not blocks(folder)
         file_name = "0.block.part" if locked == "block" else "used_bytes"
         assert re.search(
@@ -341,7 +342,7 @@ def test_file_systems_are_read_from_the_kernel(tmp_path):
 
 
 def test_waiting_for_a_lock_continues_while_its_part_grows(folder, monkeypatch):
-    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 1.0)
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 3.0)
     folder.mkdir()
     with locked_part(folder / "index") as part:
         pid = os.fork()
@@ -351,14 +352,14 @@ def test_waiting_for_a_lock_continues_while_its_part_grows(folder, monkeypatch):
                     os._exit(0 if other is not None else 2)
             except BaseException:
                 os._exit(1)
-        for _ in range(20):
+        for _ in range(40):
             part.write(b"more")
             time.sleep(0.1)
     assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_waiting_for_a_lock_is_reported_repeatedly(folder, monkeypatch, caplog):
-    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 1.0)
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 3.0)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.05)
     monkeypatch.setattr(file_lock, "WARN_AGAIN_S", 0.1)
     folder.mkdir()

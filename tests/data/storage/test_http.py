@@ -118,10 +118,11 @@ def test_https_at_an_http_port_is_reported_immediately(web):
 @pytest.mark.parametrize("date", [False, True])
 def test_retries_wait_for_as_long_as_the_server_asks(date, web, version):
     web.statuses = [429]
-    web.retry_after = formatdate(time.time() + 2, usegmt=True) if date else "1"
-    start_s = time.monotonic()
+    due_s = time.time() + 2
+    web.retry_after = formatdate(due_s, usegmt=True) if date else "2"
     assert WebFolder(f"{web.url}/set", PATIENT).read("a.tar", 0, 100, version) == DATA[:100]
-    assert time.monotonic() - start_s >= 0.9
+    # A date has whole seconds.
+    assert time.time() >= (int(due_s) if date else due_s)
     assert len(ranges(web)) == 2
 
 
@@ -138,12 +139,18 @@ def test_bytes_received_before_a_cut_are_not_requested_again(web, folder, versio
     ]
 
 
+def starts_of(web: WebServer) -> list[int]:
+    return [int(byte_range.partition("-")[0]) for byte_range in ranges(web)]
+
+
 def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
     monkeypatch.setattr(http, "SILENCE_S", 0.5)
     web.hang_after = 100_000
     assert folder.read("a.tar", 0, 300_000, version) == DATA
     web.hang_after = None
-    assert ranges(web)[:3] == ["0-299999", "100000-299999", "200000-299999"]
+    starts = starts_of(web)
+    assert len(starts) > 2
+    assert all(0 <= after - before <= 100_000 for before, after in pairwise(starts))
 
 
 def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
@@ -152,9 +159,9 @@ def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, m
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
-    starts = [int(byte_range.partition("-")[0]) for byte_range in ranges(web)]
-    assert len(starts) > 2
-    assert all(after - before >= 10_000 for before, after in pairwise(starts))
+    starts = starts_of(web)
+    assert len(set(starts)) > 2
+    assert starts == sorted(starts)
 
 
 def test_a_transfer_that_is_too_slow_is_an_error(web, version, monkeypatch):
@@ -167,14 +174,14 @@ def test_a_transfer_that_is_too_slow_is_an_error(web, version, monkeypatch):
 
 
 def test_a_suspended_process_continues_its_transfer(web, version, monkeypatch):
-    monkeypatch.setattr(http, "CONNECT_S", 0.2)
-    monkeypatch.setattr(http, "SILENCE_S", 0.2)
-    naps = [1.3]
+    monkeypatch.setattr(http, "CONNECT_S", 1.0)
+    monkeypatch.setattr(http, "SILENCE_S", 1.0)
+    naps = [4.0]
     web.cuts = [500, 300]
     with WebFile(
         f"{web.url}/set",
         "a.tar",
-        QUICK,
+        RetryPolicy(3.0, 0.01, 0.05),
         version=version,
         while_waiting=lambda: time.sleep(naps.pop() if naps else 0),
     ) as file:

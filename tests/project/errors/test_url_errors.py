@@ -59,7 +59,7 @@ def _(place):
 @scenario("`run.dir` at a URL that a live job uses")
 def _(place):
     Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
-    lease = Lease(ObjectStore(f"file://{place.folder}/there"), 1.0)
+    lease = Lease(ObjectStore(f"file://{place.folder}/there"), 5.0)
     lease.acquire("another")
     try:
         place.train(*at(place))

@@ -34,8 +34,12 @@ def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
     return CheckStage(name, run, judge, **options)
 
 
+LIMIT_S = 4.0
+"""A rank that does not hang must answer within this time, even on a busy machine."""
+
+
 def check(
-    parts_of: Callable[[World], list[CheckStage]], limit_s: float = 30.0, leave: int | None = None
+    parts_of: Callable[[World], list[CheckStage]], limit_s: float = 240.0, leave: int | None = None
 ) -> list[Any]:
     """Run the stages on three ranks, except rank `leave`.
 
@@ -89,7 +93,7 @@ def test_ranks_that_wait_for_a_failed_rank_continue():
         def fail() -> None:
             if world.rank == 2:
                 raise AssertionError("out of something")
-            ever.wait(20)
+            ever.wait(240)
 
         return [
             part("step", fail, is_joint=True),
@@ -113,17 +117,17 @@ def test_a_rank_that_does_not_answer_is_named_and_waited_for_only_once(is_joint)
     def parts_of(world: World) -> list[CheckStage]:
         def wait() -> None:
             if is_joint:
-                ever.wait(20)
+                ever.wait(240)
 
         return [part("pairs", wait, is_joint=is_joint), part("alone", lambda: 1)]
 
-    findings, *other_findings = check(parts_of, limit_s=1.0, leave=1)
+    findings, *other_findings = check(parts_of, limit_s=LIMIT_S, leave=1)
     ever.set()
     assert findings == [
         (
             "pairs",
             "FAIL",
-            "a (rank 1) did not answer within 1 s, because the process hangs or the network"
+            "a (rank 1) did not answer within 4 s, because the process hangs or the network"
             " fails: check the host, or run without it",
         ),
         ("alone", "ok", "{0: 1, 2: 1}"),
@@ -132,9 +136,9 @@ def test_a_rank_that_does_not_answer_is_named_and_waited_for_only_once(is_joint)
 
 
 def test_another_rank_reports_that_rank_0_does_not_answer():
-    _, first, second = check(lambda world: [part("pairs", lambda: 1)], limit_s=1.0, leave=0)
+    _, first, second = check(lambda world: [part("pairs", lambda: 1)], limit_s=LIMIT_S, leave=0)
     assert isinstance(first, ValueError)
-    assert str(first).startswith("pairs: a (rank 0) did not answer within 1 s")
+    assert str(first).startswith("pairs: a (rank 0) did not answer within 4 s")
     assert isinstance(second, AlreadyReported)
 
 
@@ -144,14 +148,14 @@ def test_a_hanging_part_is_distinguished_from_a_missing_rank():
     def parts_of(world: World) -> list[CheckStage]:
         def read() -> int:
             if world.rank == 2:
-                ever.wait(20)
+                ever.wait(240)
             return 1
 
         return [part("reading", read), part("step", lambda: 2, is_joint=True)]
 
-    findings, *other_findings = check(parts_of, limit_s=1.0)
+    findings, *other_findings = check(parts_of, limit_s=LIMIT_S)
     ever.set()
     assert findings[0][:2] == ("reading", "FAIL")
-    assert findings[0][2].startswith("not done within 1 s on b (rank 2): a disk, a network")
+    assert findings[0][2].startswith("not done within 4 s on b (rank 2): a disk, a network")
     assert findings[1] == ("step", "ok", "{0: 2, 1: 2, 2: 2}")
     assert other_findings == [[], []]
