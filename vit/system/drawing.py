@@ -86,8 +86,10 @@ _missing_letters = set[str]()
 
 
 @contextmanager
-def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
-    """Yield a figure in the common width and style, and write it to `picture` after the block.
+def drawing(
+    picture: Path, height_in: float, *, width_in: float = WIDTH_IN, **options: Any
+) -> Iterator[Figure]:
+    """Yield a figure in the common style, and write it to `picture` after the block.
 
     The suffix of `picture` selects the format, which must be in `FORMATS`. If writing fails, the
     old picture is kept. Raises ValueError for an unknown suffix, and if the picture cannot be
@@ -101,7 +103,7 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
     with matplotlib.style.context(["default", style]), _missing_letters_once():
         from matplotlib.figure import Figure
 
-        figure = Figure((WIDTH_IN, height_in), **options)
+        figure = Figure((width_in, height_in), **options)
         yield figure
         with report_write_errors(picture):
             picture.parent.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from extras.report.browser import faults_in, needs_chromium
 from PIL import Image, ImageEnhance
 from processes import TINY, run_here, write_config
 
@@ -146,6 +148,61 @@ def test_the_page_and_the_table_show_both_images(planted, capsys):
             assert row["near_to"].endswith(f"{list(COPIES)[number % 3]}{number:02}")
             assert float(row["near_cosine"]) >= 0.75
         assert row["near_split"] == ("train" if number < 9 else "val" if number < 18 else "")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_browser_shows_the_page_without_faults(planted, tmp_path):
+    run_here("launch/samples.py", planted, "--near", "0.75")
+    page = planted / "report" / "samples.html"
+    assert faults_in([page], tmp_path) == {"samples.html": []}
+
+
+FAULTS = {
+    "the curves of the report": (
+        "figure svg { min-width: 40rem; }",
+        r'<svg curve> "" leaves its box <figure sample>',
+    ),
+    "a card over the next card": (
+        ".sample:first-child { margin-right: -3rem; }",
+        r"<figure sample> .* overlaps <figure sample>",
+    ),
+    "a wide page": (".samples { min-width: 2000px; }", r"the page is 2\d+ px wide, the window"),
+    "a cut text": ("figcaption { height: 1rem; overflow: hidden; }", r"<figcaption> .* is cut"),
+    "a text that cannot wrap": (
+        ".lede { white-space: nowrap; }",
+        r"<p lede> .* has text that leaves its box",
+    ),
+    "a tiny text": ("figcaption small { font-size: 6px; }", r"<small> .* has tiny text"),
+    "a stretched picture": (
+        ".sample img { object-fit: fill; height: 50px; }",
+        r'<img> "" is stretched by 2\.56',
+    ),
+    "a hidden part": (
+        "nav .inner { background: none; } nav a { min-width: 20rem; }",
+        r"<div inner> .* scrolls without a visible sign",
+    ),
+}
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_planted_faults_are_found(planted, tmp_path):
+    run_here("launch/samples.py", planted, "--near", "0.75")
+    html = (planted / "report" / "samples.html").read_text()
+    pages = {}
+    for name, (rule, message) in FAULTS.items():
+        pages[f"{name}.html"] = html.replace("</style>", f"{rule}</style>"), message
+    broken = html.replace("data:image/png;base64,", "data:image/png;base64,AAAA", 1)
+    pages["broken picture.html"] = broken, r'<img> "" is not loaded'
+    for name, (content, _) in pages.items():
+        (tmp_path / name).write_text(content)
+    found = faults_in([tmp_path / name for name in pages], tmp_path)
+    for name, (_, message) in pages.items():
+        assert any(re.fullmatch(rf"\d+ px: {message}.*", fault) for fault in found[name]), (
+            name,
+            found[name],
+        )
 
 
 def test_a_model_without_a_linear_head_is_refused(planted):

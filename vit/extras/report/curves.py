@@ -28,7 +28,7 @@ from vit.extras.report.history import History, read_history, set_names
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.optim.norms import GRADIENT, LARGEST_LOGIT, RATIO, WEIGHT
 from vit.run_folder import CONFIG_FILE, METRICS_FILE
-from vit.system.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, SMALL_PT, drawing
+from vit.system.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, SMALL_PT, WIDTH_IN, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -300,6 +300,16 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
         for axes, name in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
             _draw_panel(axes, history, name)
     return picture
+
+
+def plot_panels(metrics: Path, folder: Path) -> list[Path]:
+    """Plot each panel of `plot_curves` as an SVG file in `folder`. Returns the files."""
+    history = _read_curves(metrics)
+    pictures = [folder / f"{name}.svg" for name in PANELS]
+    for picture in pictures:
+        with drawing(picture, 3.1, width_in=WIDTH_IN / 2, layout="constrained") as figure:
+            _draw_panel(figure.subplots(), history, picture.stem)
+    return pictures
 
 
 # --- several runs over their epochs ---------------------------------------------------------------

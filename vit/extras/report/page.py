@@ -33,7 +33,7 @@ from markupsafe import Markup, escape
 from vit.config.base import VAL
 from vit.distributed.outcome import Outcome
 from vit.extras.report import facts
-from vit.extras.report.curves import plot_curves
+from vit.extras.report.curves import plot_panels
 from vit.extras.report.history import History, read_history
 from vit.extras.report.pictures import (
     PAINTERS,
@@ -226,13 +226,18 @@ def _script_hash() -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _curves(run_dir: Path) -> Markup:
-    """Return the curves as an SVG element, or "" if they cannot be drawn."""
-    svg = ""
+def _curves(run_dir: Path) -> list[Markup]:
+    """Return the panels of the curves as SVG elements, or [] if they cannot be drawn."""
     with suppress(Exception), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "curves.svg"
-        document = plot_curves(run_dir / METRICS_FILE, path).read_text("utf-8")
-        svg = document[document.index("<svg") :]
+        return [_svg_element(path) for path in plot_panels(run_dir / METRICS_FILE, Path(folder))]
+    return []
+
+
+def _svg_element(picture: Path) -> Markup:
+    document = picture.read_text("utf-8")
+    svg = document[document.index("<svg") :]
+    # The panels are part of one page, so their ids must differ.
+    svg = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{picture.stem}_", svg)
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     # `Markup` prevents escaping. The SVG is safe, because its texts are drawn as outlines.
     return Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))

@@ -136,7 +136,7 @@ def _shown(
     elif curves.num_seen[sample]:
         notes.append(f"mean margin {curves.mean_margin[sample]:.2f}")
         first = int(curves.first_right[sample])
-        notes.append(f"first correct in epoch {first}" if first else "never correct")
+        notes.append(f"first correct in epoch {first}" if first else "never correct in training")
     if curves is not None and (times := int(curves.times_forgotten[sample])):
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
     name = source.class_names[label]
@@ -147,7 +147,9 @@ def _shown(
         "uri": _picture(split, sample),
         "curve": Markup("") if curves is None else _curve(curves, sample),
         "notes": notes,
-        "predicted": f"{source.class_names[predicted]}, {share:.0%}" if predicted >= 0 else "",
+        "predicted": f"{source.class_names[predicted]}, {100 * share:.0f}\N{NO-BREAK SPACE}%"
+        if predicted >= 0
+        else "",
         "differs": predicted != label,
     }
 
