@@ -186,6 +186,8 @@ class Server:
         self.names = list[str]()
         self.bodies = list[bytes]()
         self.released = threading.Event()
+        self.num_probes = 0
+        """The number of probes that arrived while the server did not answer."""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -195,6 +197,7 @@ class Server:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 if server.mode == "hang":
+                    server.num_probes += (self.command, self.path) == ("GET", "/")
                     server.released.wait()
                     if server.mode == "hang":
                         return
