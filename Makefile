@@ -16,7 +16,7 @@ RANKS ?=
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs release clean
+.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs pictures release clean
 
 install: $(INSTALLED)
 
@@ -75,6 +75,10 @@ docs: $(DOCS_INSTALLED)
 	$(BIN)/zensical build --clean --strict --config-file build/mkdocs.yml
 	$(BIN)/python tests/project/check_site.py build/site
 	@echo "docs: $(BIN)/python -m http.server --directory build/site, then open http://localhost:8000"
+
+# Remakes the pictures in docs/images from the runs of `make demo`. Needs Chromium.
+pictures: $(TESTS_INSTALLED)
+	$(BIN)/python docs/pictures.py
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(PIP) -e .[docs]

@@ -168,3 +168,14 @@ def test_each_count_on_a_page_is_correct(page, sentence, count, rounding):
     number_word = word.replace(",", "").lower()
     number = NUMBERS.index(number_word) if number_word in NUMBERS else int(number_word)
     assert number == pytest.approx(count(), rel=rounding, abs=0), f"{page}: {sentence}"
+
+
+def test_each_picture_of_the_docs_is_made_by_the_script_and_is_small(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    pictures = importlib.import_module("pictures")
+    files = {path.name: path for path in (ROOT / "docs" / "images").glob("*.png")}
+    assert files.keys() == pictures.makers().keys()
+    texts = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for name, path in files.items():
+        assert f"images/{name})" in texts, f"no page shows {name}"
+        assert path.stat().st_size <= 400_000, name

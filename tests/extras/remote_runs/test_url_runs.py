@@ -295,26 +295,27 @@ def test_a_second_job_is_refused_and_a_third_takes_over_from_a_suspended_job(
     s3, tmp_path, config, shards
 ):
     url = f"{s3.new_bucket()}/runs/x"
-    steps = "train.steps=100000"
+    # The first job must renew its lease in this time, even on a busy machine.
+    more = ("train.steps=100000", "run.lease_s=12")
     local = [tmp_path / name for name in ("one", "two", "three")]
     first = Background(
-        config, local[0], f"run.dir={url}", *settings(url, local[0]), steps, ranks=0, cold=True
+        config, local[0], f"run.dir={url}", *settings(url, local[0]), *more, ranks=0, cold=True
     )
     first.wait_for_checkpoint(3)
-    second = train_at(config, url, local[1], steps, ok=False)
+    second = train_at(config, url, local[1], *more, ok=False)
     assert second.returncode == 2
     assert "in use by a live run (process " in second.stderr
     assert not (local[1] / "metrics.jsonl").exists(), "nothing may be fetched for a rejected job"
 
     os.kill(first.process.pid, signal.SIGSTOP)
     third = Background(
-        config, local[2], f"run.dir={url}", *settings(url, local[2]), steps, ranks=0, cold=True
+        config, local[2], f"run.dir={url}", *settings(url, local[2]), *more, ranks=0, cold=True
     )
     third.wait_for_output("resumed at step ")
     os.kill(first.process.pid, signal.SIGCONT)
     ended = first.end()
     assert first.process.returncode == 2, ended
-    assert "has taken over the run, because this job did not reach the store for 2 s" in ended
+    assert "has taken over the run, because this job did not reach the store for 12 s" in ended
     third.wait_for_checkpoint(200)
     third.process.send_signal(signal.SIGTERM)
     stderr = third.end()

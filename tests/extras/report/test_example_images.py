@@ -114,6 +114,26 @@ def test_equal_images_with_different_labels_are_found(trained):
     assert (split.key(train), source.val_split.key(val)) == ("class2_0002", "class2_0002")
 
 
+def test_the_labels_are_those_of_training(trained, tmp_path):
+    """The page and the table must show the labels of `data.relabel`, to which the margins refer."""
+    copy = shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "new.txt").write_text("class0_0003,class=class2\n")
+    path = copy / "config.yaml"
+    new = f"  relabel: {tmp_path / 'new.txt'}"
+    text, count = re.subn(r"^  relabel: .*$", new, path.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    path.write_text(text)
+    run_here("launch/samples.py", copy)
+    with (copy / "report" / "samples.csv").open(newline="") as file:
+        rows = {row["key"]: row for row in csv.DictReader(file)}
+    others = {row["class_name"] for key, row in rows.items() if key[:6] == "class0"} - {"class2"}
+    assert (rows["class0_0003"]["label"], rows["class0_0003"]["class_name"]) == ("2", "class2")
+    assert others == {"class0"}
+    page = (copy / "report" / "samples.html").read_text()
+    cards = [card for card in page.split("<figure") if "<code>class0_0003<" in card]
+    assert all("label <b>class2</b>" in card for card in cards)
+
+
 def test_the_page_is_self_contained_and_runs_no_foreign_script(trained):
     run_here("launch/samples.py", trained)
     page = (trained / "report" / "samples.html").read_text()

@@ -235,10 +235,14 @@ def _curves(run_dir: Path) -> list[Markup]:
 
 def _svg_element(picture: Path) -> Markup:
     document = picture.read_text("utf-8")
-    svg = document[document.index("<svg") :]
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->",
+        "",
+        document[document.index("<svg") :],
+        flags=re.DOTALL,
+    )
     # The panels are part of one page, so their ids must differ.
     svg = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{picture.stem}_", svg)
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     # `Markup` prevents escaping. The SVG is safe, because its texts are drawn as outlines.
     return Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))
 

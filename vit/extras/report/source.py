@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import Augment, create_augment
+from vit.data.changes import HOLE
 from vit.data.decode.crops import decode_center
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import choose_num_classes, open_split, open_train_set
@@ -74,6 +75,13 @@ class ReportSource:
         return open_train_set(
             self.config, self.val_split, num_classes=self.config.model.num_classes
         )
+
+    @cached_property
+    def train_labels(self) -> NDArray[np.integer]:
+        """The labels in training, (N,): those of `data.relabel`, otherwise the stored labels."""
+        stored = self.train_set.split.index["label"]
+        labels = self.train_set.changes.changed(np.arange(len(stored)), stored)
+        return np.where(labels == HOLE, stored, labels)
 
     @cached_property
     def order(self) -> Order:

@@ -188,7 +188,7 @@ def write_table(
     """
     split = source.train_set.split
     names = source.class_names
-    labels = split.index["label"]
+    labels = source.train_labels
     twin_of = {other: same[0] for same in duplicates.groups for other in same[1:]}
     near_to: dict[int, tuple[str, float, str]] = {}
     if near is not None:

@@ -138,7 +138,7 @@ def find_near_doubles(
                 evaluated.append((other, val, cosine))
         elif twin_of.get(sample, -1) != twin_of.get(other, -2):
             pairs[min(sample, other), max(sample, other)] = cosine
-    labels = train.index["label"]
+    labels = source.train_labels
     ordered = sorted(
         ((first, second, cosine) for (first, second), cosine in pairs.items()),
         key=lambda pair: (labels[pair[0]] == labels[pair[1]], -pair[2], pair[0]),

@@ -129,7 +129,7 @@ def _shown(
     curves: SampleCurves | None = None,
 ) -> dict[str, Any]:
     """Return the template fields for an image. curves: None for a validation image."""
-    label = int(split.index[sample]["label"])
+    label = int(split.index[sample]["label"] if curves is None else source.train_labels[sample])
     notes = []
     if curves is None:
         notes.append(f"validation image in {split.name!r}")
