@@ -143,18 +143,21 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between them, applied to each token: (B, N, D) -> (B, N, D)."""
+    """Two linear layers with a GELU between them, applied to each token: (B, N, D) -> (B, N, D).
 
-    def __init__(self, dim: int, hidden_dim: int, drop: float):
+    approximate: the GELU: "none" for the exact one, as in timm, or "tanh", Flax's default.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float, approximate: str = "none"):
         super().__init__()
+        self.approximate = approximate
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.drop1 = nn.Dropout(drop)
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Published weights were trained with the exact GELU, not its tanh approximation.
-        x = self.drop1(F.gelu(self.fc1(x)))
+        x = self.drop1(F.gelu(self.fc1(x), approximate=self.approximate))
         return self.drop2(self.fc2(x))
 
 
@@ -203,7 +206,12 @@ class Block(nn.Module):
         return self.ls2(self.mlp(self.norm2(x)))
 
 
-MLPS = {"mlp": Mlp, "swiglu": SwiGLU, "swiglu_packed": SwiGLUPacked}
+MLPS = {
+    "mlp": Mlp,
+    "mlp_tanh": partial(Mlp, approximate="tanh"),
+    "swiglu": SwiGLU,
+    "swiglu_packed": SwiGLUPacked,
+}
 
 
 class VisionTransformer(nn.Module):
@@ -295,7 +303,7 @@ class VisionTransformer(nn.Module):
             return Block(embed_dim, norm, attn, mlp(), drop_paths, init_values)
 
         self.blocks = Blocks(make_block, depth, drop_path_rate, drop_path_schedule, drop_path_form)
-        self._create_head(norm, num_heads, mlp_ratio, representation_size)
+        self._create_head(norm, num_heads, mlp_ratio, mlp_layer, representation_size)
         self.other_sizes = OtherSizes()
         self.init_weights()
 
@@ -317,17 +325,25 @@ class VisionTransformer(nn.Module):
         self.dist_token = nn.Parameter(torch.empty(1, 1, dim)) if dist_token else None
 
     def _create_head(
-        self, norm: NormOf, num_heads: int, mlp_ratio: float, representation_size: int | None
+        self,
+        norm: NormOf,
+        num_heads: int,
+        mlp_ratio: float,
+        mlp_layer: str,
+        representation_size: int | None,
     ) -> None:
         """Create the norm, the pooling and the head, which compute logits from the tokens."""
         dim = self.embed_dim
-        # With "avg", timm normalizes after pooling and names that norm `fc_norm`.
-        pools_patches = self.global_pool == "avg"
-        self.norm = nn.Identity() if pools_patches else norm(dim)
+        # With "avg", timm normalizes after pooling and names that norm `fc_norm`. "norm_avg" is
+        # timm's "avg" with fc_norm=False.
+        pools_first = self.global_pool == "avg"
+        self.norm = nn.Identity() if pools_first else norm(dim)
         pool = partial(AttentionPool, dim, num_heads)
         has_query = self.global_pool == "map"
-        self.attn_pool = pool(Mlp(dim, int(dim * mlp_ratio), 0.0), norm) if has_query else None
-        self.fc_norm = norm(dim) if pools_patches else nn.Identity()
+        approximate = "tanh" if mlp_layer == "mlp_tanh" else "none"
+        mlp = partial(Mlp, dim, int(dim * mlp_ratio), 0.0, approximate)
+        self.attn_pool = pool(mlp(), norm) if has_query else None
+        self.fc_norm = norm(dim) if pools_first else nn.Identity()
         self.pre_logits: nn.Module = nn.Identity()
         if representation_size is not None:
             dense = nn.Linear(dim, representation_size)
@@ -343,6 +359,7 @@ class VisionTransformer(nn.Module):
         """Compute tokens, (B, N, D), from images, (B, C, H, W) float. Prefix tokens come first.
 
         With `global_pool="avg"`, the norm follows the pooling, so the tokens are not normalized.
+        With any other value, they are.
         Raises ValueError if C, H or W differ from the model's, unless `take_sizes` added the size.
         """
         other = self.other_sizes.find(images)

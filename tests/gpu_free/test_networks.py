@@ -23,6 +23,7 @@ OPTIONS = {
     "drop path by subsets": {**SMALL, "drop_path_rate": 0.4, **SUBSET},
     "dropout": {**SMALL, "pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1},
     "average of patches": {**SMALL, "class_token": False, "global_pool": "avg"},
+    "average after the norm": {**SMALL, "global_pool": "norm_avg", "mlp_layer": "mlp_tanh"},
     "second head": {**SMALL, "dist_token": True},
     "fixed positions": {**SMALL, "pos_embed": "sincos2d", "qkv_bias": False},
     "layer scale": {**SMALL, "init_values": 1e-5, "drop_path_rate": 0.2},

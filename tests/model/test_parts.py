@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from model.random_weights import randomise, relative_difference
+from timm.layers import Mlp as TimmMlp
 from timm.layers import SwiGLU, SwiGLUPacked
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
@@ -24,6 +25,7 @@ SIZE = (32, 48)
 TINY = {"embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 10, "patch_size": 8}
 PARTS = {
     "head_dim": {"head_dim": 4},
+    "mlp_tanh": {"mlp_layer": "mlp_tanh"},
     "swiglu": {"mlp_layer": "swiglu"},
     "swiglu_packed": {"mlp_layer": "swiglu_packed"},
     "rmsnorm": {"norm_layer": "rmsnorm"},
@@ -31,6 +33,7 @@ PARTS = {
     "registers": {"reg_tokens": 4},
     "map": {"global_pool": "map"},
     "avg": {"global_pool": "avg", "class_token": False},
+    "norm_avg": {"global_pool": "norm_avg"},
     "sincos2d": {"pos_embed": "sincos2d"},
     "no positions": {"pos_embed": "none"},
     "no_embed_class": {"no_embed_class": True},
@@ -73,6 +76,16 @@ def outcomes(model: nn.Module) -> list[torch.Tensor]:
         ({"reg_tokens": 4}, {}),
         ({"reg_tokens": 4, "no_embed_class": True}, {}),
         ({"reg_tokens": 2, "global_pool": "avg", "class_token": False}, {}),
+        ({"global_pool": "norm_avg"}, {"global_pool": "avg", "fc_norm": False}),
+        (
+            {"global_pool": "norm_avg", "reg_tokens": 2, "class_token": False},
+            {"global_pool": "avg", "fc_norm": False},
+        ),
+        ({"mlp_layer": "mlp_tanh"}, {"mlp_layer": TimmMlp, "act_layer": "gelu_tanh"}),
+        (
+            {"mlp_layer": "mlp_tanh", "global_pool": "map"},
+            {"mlp_layer": TimmMlp, "act_layer": "gelu_tanh"},
+        ),
         ({"mlp_layer": "swiglu"}, {"mlp_layer": gated(SwiGLU)}),
         ({"mlp_layer": "swiglu_packed"}, {"mlp_layer": gated(SwiGLUPacked)}),
         ({"global_pool": "map", "reg_tokens": 1}, {}),

@@ -276,6 +276,11 @@ def photographs(tmp_path_factory) -> Path:
             as_hub_folder,
             {"global_pool": "avg", "depth": 3},
         ),
+        (
+            "vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+            as_hub_folder,
+            {"global_pool": "avg", "fc_norm": False, "act_layer": "gelu_tanh", "depth": 2},
+        ),
         ("vit_tiny_patch16_224.augreg_in21k_ft_in1k", as_hub_folder, {"img_size": 160, "depth": 3}),
         (
             "vit_tiny_patch16_224.augreg_in21k_ft_in1k",

@@ -42,9 +42,11 @@ class ModelConfig(Section):
     """Channels of a head; `None`: `embed_dim / num_heads` (explainingai-code/VIT-Pytorch)."""
     mlp_ratio: Annotated[float, Field(gt=0)] | None = None
     """Width of the first linear layer of a block's MLP as a multiple of `embed_dim`."""
-    mlp_layer: Literal["mlp", "swiglu", "swiglu_packed"] | None = None
-    """`mlp`, the default; `swiglu`, with a gate as a second linear layer (EVA-02, DINOv3's H+);
-    `swiglu_packed`, with both in one layer, whose width `mlp_ratio` then sets (DINOv2's g)."""
+    mlp_layer: Literal["mlp", "mlp_tanh", "swiglu", "swiglu_packed"] | None = None
+    """`mlp`, the default; `mlp_tanh`, with the tanh approximation of GELU (Flax's default:
+    big_vision, AlgoPerf, deit3-jax); `swiglu`, with a gate as a second linear layer (EVA-02,
+    DINOv3's H+); `swiglu_packed`, with both in one layer, whose width `mlp_ratio` then sets
+    (DINOv2's g)."""
     norm_layer: Literal["layernorm", "rmsnorm"] | None = None
     """Norm of blocks and head: `layernorm`, the default, or `rmsnorm` (ViT-5, arXiv 2602.08071)."""
     qkv_bias: bool | None = None
@@ -60,9 +62,11 @@ class ModelConfig(Section):
     reg_tokens: Annotated[int, Field(ge=0)] | None = None
     """Registers: learned tokens after the class token whose outputs are not used (Darcet et al.
     2023, arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""
-    global_pool: Literal["token", "avg", "map"] | None = None
-    """Input of the head: the class token; the mean of the patch tokens; or `map`, attention of a
-    learned query to them (big_vision, arXiv 2106.04560; SO400M, g and G)."""
+    global_pool: Literal["token", "avg", "norm_avg", "map"] | None = None
+    """Input of the head: the class token; `avg`, the norm of the mean of the patch tokens (MAE's
+    fine-tuning); `norm_avg`, the mean of the normalized patch tokens (big_vision, AlgoPerf; timm's
+    `avg` with `fc_norm=False`); or `map`, attention of a learned query to them (big_vision, arXiv
+    2106.04560; SO400M, g and G)."""
     pos_embed: Literal["learn", "sincos2d", "none"] | None = None
     """Learned positions, fixed 2-D sine-cosine positions, or none, as in DINOv3 with its rotary
     positions."""

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 CHOICES = {
-    "global_pool": ("token", "avg", "map"),
+    "global_pool": ("token", "avg", "norm_avg", "map"),
     "pos_embed": ("learn", "sincos2d", "none"),
     "rope_type": (None, "axial", "dinov3"),
     "norm_layer": ("layernorm", "rmsnorm"),
-    "mlp_layer": ("mlp", "swiglu", "swiglu_packed"),
+    "mlp_layer": ("mlp", "mlp_tanh", "swiglu", "swiglu_packed"),
     "drop_path_schedule": ("linear", "constant"),
     "drop_path_form": ("mask", "subset"),
     "weight_init": (None, "timm", "jax"),

@@ -82,8 +82,8 @@ def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
 def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
     """Initialize all linear layers of `model` except `heads` as the ViT paper's Flax code does.
 
-    Xavier uniform, separately for queries, keys and values. MLP biases: normal, std 1e-6
-    (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
+    Xavier uniform, separately for queries, keys and values; LeCun normal for the pre-logits layer.
+    MLP biases: normal, std 1e-6 (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
     """
     are_heads = set(heads)
     for name, module in model.named_modules():
@@ -91,6 +91,7 @@ def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
             continue
         num_maps = {"qkv": 3, "kv": 2}.get(name.rpartition(".")[2], 1)
         for weight in module.weight.chunk(num_maps):
-            nn.init.xavier_uniform_(weight)
+            draw = lecun_normal_ if name == "pre_logits.fc" else nn.init.xavier_uniform_
+            draw(weight)
         if ".mlp." in name:
             nn.init.normal_(module.bias, std=1e-6)

@@ -98,6 +98,10 @@ def load_weights(
             dropped = [name for name in source if name.startswith("norm.")]
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
+    if "pos_embed" not in source and "pos_embed" in dict(model.named_buffers()):
+        # big_vision computes fixed positions, and does not store them.
+        source["pos_embed"] = target["pos_embed"]
+        notes.append("the source has no positions: the model's fixed ones are kept")
     if "pos_embed" in source and "pos_embed" in target:
         notes += fit_positions(source, target, grid_size(model), grid)
     expected = {
@@ -124,6 +128,9 @@ def _differences(
         if name in target and source[name].shape != target[name].shape
     }
     problems = []
+    if {"norm.weight", "fc_norm.weight"} <= {*missing, *unexpected}:
+        theirs = "avg" if "norm.weight" in missing else "norm_avg, or token"
+        problems.append(f"the source pools as with model.global_pool={theirs}")
     if any(name.startswith(head) for name in (*missing, *unexpected, *shapes)):
         reason = "the head is different"
         for name, (shape, target_shape) in shapes.items():

@@ -114,6 +114,7 @@ KNOWN_FIELDS = {
     "depth",
     "num_heads",
     "mlp_ratio",
+    "mlp_layer",
     "qkv_bias",
     "class_token",
     "global_pool",
@@ -132,6 +133,9 @@ FEATURES = {
     "guest": "a model from timm (model.name=timm/...)",
     "no_class_token": "no class token (model.class_token=false)",
     "avg": "the mean of the patches before the norm (model.global_pool=avg)",
+    "norm_avg": "the mean of the patches after the norm (model.global_pool=norm_avg)",
+    "tanh": "the tanh approximation of GELU (model.mlp_layer=mlp_tanh)",
+    "gated": "a gate in the MLP (model.mlp_layer)",
     "map": "a query that pools the patches (model.global_pool=map)",
     "no_positions": "no added positions (model.pos_embed=none)",
     "dist_token": "a distillation token and its head (model.dist_token)",
@@ -143,12 +147,14 @@ FEATURES = {
     "grey": "grayscale images (model.in_chans=1)",
 }
 LACKS = {
-    "timm": {"representation"},
+    "timm": {"representation", "gated"},
     "torchvision": {*FEATURES} - {"representation", "centre_not_square"},
     "huggingface": {
         "guest",
         "no_class_token",
         "avg",
+        "norm_avg",
+        "gated",
         "map",
         "no_positions",
         "layer_scale",
@@ -198,6 +204,9 @@ def lacking(program: str, config: Config) -> list[str]:
         "guest": model.name.startswith("timm/"),
         "no_class_token": model.class_token is False,
         "avg": model.global_pool == "avg",
+        "norm_avg": model.global_pool == "norm_avg",
+        "tanh": model.mlp_layer == "mlp_tanh",
+        "gated": model.mlp_layer in ("swiglu", "swiglu_packed"),
         "map": model.global_pool == "map",
         "no_positions": model.pos_embed == "none",
         "dist_token": model.dist_token is True,
@@ -271,6 +280,10 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
     model = subject.model
     section = subject.config.model
     arguments = section.model_dump(exclude_none=True, include=_TIMM_ARGUMENTS)
+    if section.global_pool == "norm_avg":
+        arguments |= {"global_pool": "avg", "fc_norm": False}
+    if section.mlp_layer == "mlp_tanh":
+        arguments["act_layer"] = "gelu_tanh"
     if section.name.startswith("timm/"):
         name = section.name.removeprefix("timm/")
         sized = {"img_size": list(model.image_size)} if hasattr(model, "patch_embed") else {}
@@ -332,6 +345,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
     model = subject.model
     view = subject.view
     patch = model.patch_size
+    is_tanh = subject.config.model.mlp_layer == "mlp_tanh"
     names = subject.labels or [f"LABEL_{n}" for n in range(subject.num_classes)]
     config = {
         "architectures": ["ViTForImageClassification"],
@@ -340,7 +354,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
         "num_hidden_layers": model.depth,
         "num_attention_heads": model.blocks[0].attn.num_heads,
         "intermediate_size": model.blocks[0].mlp.fc1.out_features,
-        "hidden_act": "gelu",
+        "hidden_act": "gelu_pytorch_tanh" if is_tanh else "gelu",
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": EPS,

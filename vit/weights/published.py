@@ -229,10 +229,29 @@ _MADE_WITH = {
     "no_embed_class": "no_embed_class",
     "pos_embed": "pos_embed",
     "global_pool": "global_pool",
+    "mlp_layer": "mlp_layer",
     "init_values": "init_values",
     "num_classes": None,
     "in_chans": None,
 }
+
+
+def in_our_terms(made_with: Mapping[str, Any]) -> dict[str, Any]:
+    """Return timm's arguments of a plain ViT with our values of pooling and activation.
+
+    An argument that asks for another function keeps its name, so that it is refused.
+    """
+    ours = dict(made_with)
+    pools_patches = ours.get("global_pool") == "avg"
+    if pools_patches and ours.get("fc_norm") is False:
+        ours["global_pool"] = "norm_avg"
+    if pools_patches or not ours.get("fc_norm"):
+        ours.pop("fc_norm", None)
+    if ours.get("act_layer") == "gelu_tanh":
+        ours["mlp_layer"] = "mlp_tanh"
+    if ours.get("act_layer") in (None, "gelu", "gelu_tanh"):
+        ours.pop("act_layer", None)
+    return ours
 
 
 def _from_settings(
@@ -248,6 +267,7 @@ def _from_settings(
     interpolation = settings.get("interpolation") or "bilinear"
     name = f"{architecture}.{tag}" if tag else architecture
     model = own_model(architecture) or {"name": f"timm/{architecture}"}
+    made_with = in_our_terms(made_with) if own_model(architecture) else made_with
     unknown = [key for key in made_with if key not in _MADE_WITH and not key.endswith("_rate")]
     problems = [f"its model was created with {', '.join(unknown)}"] if unknown else []
     if interpolation not in ("bilinear", "bicubic"):
@@ -265,7 +285,7 @@ def _from_settings(
     # timm's settings may repeat the architecture's default pooling. Only timm's own models have
     # other kinds of pooling, which they set themselves.
     if fields.get("global_pool") not in (
-        ("avg", "map") if own_model(architecture) else ("token", "avg")
+        ("avg", "norm_avg", "map") if own_model(architecture) else ("token", "avg")
     ):
         fields.pop("global_pool", None)
     model |= fields | ({"in_chans": channels} if channels != 3 else {})

@@ -52,6 +52,8 @@ ODD_MARGINS = (
     "transformers crops one pixel further up or left than this project if half of the margin is"
     " 1.5, 3.5 and so on"
 )
+TANH = ("gelu_pytorch_tanh", "gelu_new")
+"""Values of `hidden_act` for the tanh approximation of GELU."""
 MAX_NORM_EPS = 1e-5
 """The largest accepted norm epsilon (transformers' default: 1e-12). Up to this value, outputs
 differ only slightly from those of this project's model."""
@@ -85,6 +87,8 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
         }
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: {error!r} is missing or wrong: copy it again") from None
+    if config.get("hidden_act") in TANH:
+        model["mlp_layer"] = "mlp_tanh"
     problem = config.get("problem_type")
     not_softmax = (
         f"its config.json has problem_type {problem!r}, but this project classifies with a softmax,"

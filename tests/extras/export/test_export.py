@@ -169,6 +169,7 @@ def test_an_onnx_model_above_2_gib_stores_its_weights_in_a_separate_file(tmp_pat
         {"class_token": False, "global_pool": "avg"},
         {"image_size": [24, 40], "patch_size": [8, 4], "init_values": 0.1},
         {"qkv_bias": False, "pos_embed": "sincos2d", "mlp_ratio": 2.0, "drop_path_rate": 0.1},
+        {"global_pool": "norm_avg", "mlp_layer": "mlp_tanh"},
         {"in_chans": 1},
         {"dist_token": True},
         {"qk_norm": True, "norm_layer": "rmsnorm", "reg_tokens": 2, "no_embed_class": True},
@@ -208,6 +209,10 @@ def test_transformers_opens_a_folder_in_timms_layout(tmp_path):
     [
         ({}, ["timm", "torchvision", "huggingface", "onnx", "npz"]),
         ({"class_token": False, "global_pool": "avg"}, ["timm", "onnx"]),
+        ({"global_pool": "norm_avg"}, ["timm", "onnx"]),
+        ({"mlp_layer": "mlp_tanh"}, ["timm", "huggingface", "onnx"]),
+        ({"mlp_layer": "mlp"}, ["timm", "torchvision", "huggingface", "onnx", "npz"]),
+        ({"mlp_layer": "swiglu"}, ["onnx"]),
         ({"init_values": 0.1}, ["timm", "onnx"]),
         ({"representation_size": 8}, ["torchvision", "onnx"]),
         ({"qkv_bias": False}, ["timm", "huggingface", "onnx"]),

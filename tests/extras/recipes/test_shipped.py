@@ -50,6 +50,7 @@ PLACES = {
 PAPER = {
     "model.name": "vit_b16",
     "model.image_size": 224,
+    "model.mlp_layer": "mlp_tanh",  # Flax's GELU, in vit_jax/models_vit.py
     "model.representation_size": 768,
     "model.weight_init": "jax",
     "model.pos_drop_rate": 0.1,
@@ -73,6 +74,7 @@ PAPER_FINETUNE = {
     **{key: PAPER[key] for key in ("data.mean", "data.std", "data.interpolation")},
     "augment.crop_scale": [0.05, 1.0],
     "model.name": "vit_b16",
+    "model.mlp_layer": "mlp_tanh",
     "model.image_size": 384,
     "model.representation_size": None,
     "model.proj_drop_rate": None,
@@ -96,7 +98,8 @@ ALGOPERF = {
     "model.name": "vit_s16",
     "model.image_size": 224,
     "model.class_token": False,
-    "model.global_pool": "avg",
+    "model.global_pool": "norm_avg",
+    "model.mlp_layer": "mlp_tanh",
     "model.pos_embed": "sincos2d",
     "model.representation_size": 384,
     "model.weight_init": "jax",

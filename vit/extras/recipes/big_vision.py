@@ -43,7 +43,7 @@ input.shuffle_buffer_size      int    -     order of the samples
 seed                           int    0     train.seed
 model_name model.variant       str    -     model.name
 model.pool_type                str    gap   {tok: {model.no_embed_class: true},\
- gap: {model.class_token: false, model.global_pool: avg},\
+ gap: {model.class_token: false, model.global_pool: norm_avg},\
  map: {model.class_token: false, model.global_pool: map},\
  else: "the pooling {}: replaced by the class token"}
 model.posemb                   str    learn   model.pos_embed
@@ -172,7 +172,8 @@ def _map_model(reading: Reading) -> None:
     if size not in _NAMES or not patch:
         raise ValueError(f"config.model.variant = {variant!r}: expected a value such as B/16")
     names = reading.remaining("model_name model.variant")
-    reading.same(names, {"model.name": f"vit_{_NAMES[size]}{patch}"})
+    model = {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"}
+    reading.same(names, model)
 
 
 def _map_head(reading: Reading) -> None:

@@ -28,7 +28,7 @@ _RECIPE = """
 --patch-size              int     16      model.patch_size
 --image-size              int     224     model.image_size
 --layerscale              on      -       {true: {model.init_values: 0.0001}}
---pooling                 str     cls     {gap: {model.class_token: false, model.global_pool: avg},\
+--pooling                 str     cls     {gap: {model.class_token: false, model.global_pool: norm_avg},\
  else: {model.no_embed_class: true}}
 --posemb                  str     learnable   {sincos2d: {model.pos_embed: sincos2d}}
 --labels                  int     -1      -
@@ -103,6 +103,7 @@ def _map_model(reading: Reading) -> None:
     args = reading.args
     shape = (args["layers"], args["dim"], args["heads"])
     settings: dict[str, Any] = {"model.name": f"vit_{_SHAPES.get(shape, 'b')}{args['patch_size']}"}
+    settings["model.mlp_layer"] = "mlp_tanh"
     if shape not in _SHAPES:
         settings |= {"model.depth": shape[0], "model.embed_dim": shape[1]}
         settings |= {"model.num_heads": shape[2]}

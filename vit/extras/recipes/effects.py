@@ -58,6 +58,7 @@ _ABLATED: dict[str, tuple[Any, ...]] = {
     "augment.erasing_prob": (0,),
     "model.drop_path_rate": (0,),
     "model.proj_drop_rate": (0,),
+    "model.global_pool": (None, "token"),
     "model.representation_size": (None,),
     "optim.name": ("sgd",),
     "ema.decay": (None,),

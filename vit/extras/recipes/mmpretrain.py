@@ -79,7 +79,7 @@ RULES = make_table(
 model.backbone.arch                     str    -    model.name
 model.backbone.drop_path_rate           float  0.0  [model.drop_path_rate]
 model.backbone.drop_rate                float  0.0  [model.pos_drop_rate, model.proj_drop_rate]
-model.backbone.out_type model.backbone.final_norm  str  -  {avg_featmap: {model.global_pool: avg}}
+model.backbone.out_type model.backbone.final_norm  str  -  model.global_pool
 model.neck                              str    -    a module before the head
 model.head.hidden_dim                   int    -    [model.representation_size]
 model.backbone.init_cfg                 str    -    init.checkpoint
@@ -196,6 +196,19 @@ def _map_model(reading: Reading) -> None:
             f"model.backbone.pre_norm is not supported for {size}: choose an arch and patch_size"
             f" from {', '.join(_CLIP)}, or set pre_norm=False"
         )
+
+
+def _map_pooling(reading: Reading) -> None:
+    """Map `out_type`. With `final_norm`, MMPretrain normalizes both before and after the mean."""
+    pools = reading.get("model.backbone.out_type") == "avg_featmap"
+    normalizes = reading.get("model.backbone.final_norm", True)
+    names = reading.remaining("model.backbone.out_type model.backbone.final_norm")
+    texts = {
+        (True, True): "norms before and after the mean of the patches: only the second is kept",
+        (False, False): "no norm after the last block: added",
+    }
+    settings = {"model.global_pool": "avg"} if pools else {}
+    reading.cannot(names, texts.get((pools, normalizes), ""), settings)
 
 
 def _map_neck(reading: Reading) -> None:
@@ -472,6 +485,7 @@ def _map_hooks(reading: Reading) -> None:
 
 HANDLERS: dict[str, Handler] = {
     "model.backbone.arch": _map_model,
+    "model.backbone.out_type": _map_pooling,
     "model.neck": _map_neck,
     "model.backbone.init_cfg": _map_start,
     "model.backbone.frozen_stages": _map_freezing,

@@ -34,6 +34,7 @@ from vit.extras.recipes.timm_common import (
 from vit.extras.recipes.timm_table import TABLE, note_old_defaults
 from vit.layers.presets import SIZES
 from vit.system.spelling import did_you_mean
+from vit.weights.published import in_our_terms
 
 __all__ = ["HANDLERS", "TABLE", "note_old_defaults"]
 _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
@@ -92,7 +93,8 @@ def _map_pooling(reading: Reading) -> None:
     if pool is None:
         reading.same("gp")
     elif _plain(reading) and pool in ("avg", "token", "map"):
-        reading.same("gp", {"model.global_pool": pool})
+        ours = in_our_terms({**reading.args["model_kwargs"], "global_pool": pool})
+        reading.same("gp", {"model.global_pool": ours["global_pool"]})
     else:
         reading.cannot("gp", f"the pooling {pool} for this model")
 
@@ -119,6 +121,10 @@ def _published(name: str) -> Any:
 def _map_fields(reading: Reading) -> None:
     """Map `--model-kwargs` and `--head-init-bias`."""
     fields = {k: v for k, v in reading.args["model_kwargs"].items() if k != "img_size"}
+    pool = reading.args["gp"]
+    if _plain(reading):
+        fields = in_our_terms({"global_pool": pool} | fields if pool else fields)
+        fields = {k: v for k, v in fields.items() if k != "global_pool" or pool is None}
     lacking = [key for key in fields if f"model.{key}" not in all_keys()]
     ours = {f"model.{key}": value for key, value in fields.items() if key not in lacking}
     text = "arguments of the model: " + ", ".join(lacking)

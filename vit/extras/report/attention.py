@@ -32,7 +32,7 @@ def _is_read(model: nn.Module) -> bool:
     """Return whether `attention_maps` can compute the pooling weights of the head."""
     global_pool = getattr(model, "global_pool", "avg")
     if global_pool != "map":
-        return global_pool in ("token", "avg")
+        return global_pool in ("token", "avg", "norm_avg")
     pool: Any = getattr(model, "attn_pool", None)
     if type(pool).__name__ == "AttentionPoolLatent":  # timm's attention pooling has variants
         return pool.latent_len == 1 and pool.pos_embed is None
@@ -91,7 +91,7 @@ def _reading(model: Any, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | N
 
 
 def even_reading(num_tokens: int, num_prefix_tokens: int, global_pool: str) -> Tensor:
-    """Return pooling weights for the class token ("token") or for the mean of patches ("avg").
+    """Return pooling weights for the class token ("token"), or for the mean of patches.
 
     The shape is (1, 1, N).
     """
