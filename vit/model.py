@@ -340,9 +340,8 @@ class VisionTransformer(nn.Module):
         self.norm = nn.Identity() if pools_first else norm(dim)
         pool = partial(AttentionPool, dim, num_heads)
         has_query = self.global_pool == "map"
-        approximate = "tanh" if mlp_layer == "mlp_tanh" else "none"
-        mlp = partial(Mlp, dim, int(dim * mlp_ratio), 0.0, approximate)
-        self.attn_pool = pool(mlp(), norm) if has_query else None
+        mlp = partial(Mlp, approximate="tanh" if mlp_layer == "mlp_tanh" else "none")
+        self.attn_pool = pool(mlp(dim, int(dim * mlp_ratio), 0.0), norm) if has_query else None
         self.fc_norm = norm(dim) if pools_first else nn.Identity()
         self.pre_logits: nn.Module = nn.Identity()
         if representation_size is not None:

@@ -83,7 +83,8 @@ def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
     """Initialize all linear layers of `model` except `heads` as the ViT paper's Flax code does.
 
     Xavier uniform, separately for queries, keys and values; LeCun normal for the pre-logits layer.
-    MLP biases: normal, std 1e-6 (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
+    MLP biases: normal, std 1e-6 (google-research/vision_transformer:vit_jax/models_vit.py;
+    big_vision:models/vit.py).
     """
     are_heads = set(heads)
     for name, module in model.named_modules():

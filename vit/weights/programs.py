@@ -280,10 +280,10 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
     model = subject.model
     section = subject.config.model
     arguments = section.model_dump(exclude_none=True, include=_TIMM_ARGUMENTS)
-    if section.global_pool == "norm_avg":
-        arguments |= {"global_pool": "avg", "fc_norm": False}
-    if section.mlp_layer == "mlp_tanh":
-        arguments["act_layer"] = "gelu_tanh"
+    arguments |= (
+        {"global_pool": "avg", "fc_norm": False} if section.global_pool == "norm_avg" else {}
+    )
+    arguments |= {"act_layer": "gelu_tanh"} if section.mlp_layer == "mlp_tanh" else {}
     if section.name.startswith("timm/"):
         name = section.name.removeprefix("timm/")
         sized = {"img_size": list(model.image_size)} if hasattr(model, "patch_embed") else {}

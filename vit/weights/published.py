@@ -35,6 +35,7 @@ from vit.weights.files import LoadedWeights, find_weights
 from vit.weights.formats import PARTS_FILES
 from vit.weights.layouts import family_of
 from vit.weights.published_models import (
+    BIG_VISION,
     IMAGENET,
     KNOWN,
     NO_NUMBER,
@@ -90,7 +91,7 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     or_defaults: if a name without a tag is shared by several weights, use timm's default settings.
     """
     name = re.sub(r"^(hf[-_]hub:)?(timm/)?", "", full_name)
-    rows = [row for row in KNOWN if row.name == name] or [
+    rows = [row for row in (*KNOWN, *BIG_VISION) if row.name == name] or [
         row for row in KNOWN if row.name.partition(".")[0] == name
     ]
     if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
@@ -146,7 +147,7 @@ def _by_settings(path: Path) -> KnownModel | None:
 
 def _by_file_name(file: Path) -> KnownModel:
     """Return the model named by the file, or by the folder if the file name is generic."""
-    for row in KNOWN:
+    for row in (*KNOWN, *BIG_VISION):
         if file.name in row.files:
             return row
     texts = [file.name]
@@ -241,17 +242,14 @@ def in_our_terms(made_with: Mapping[str, Any]) -> dict[str, Any]:
 
     An argument that asks for another function keeps its name, so that it is refused.
     """
-    ours = dict(made_with)
-    pools_patches = ours.get("global_pool") == "avg"
-    if pools_patches and ours.get("fc_norm") is False:
-        ours["global_pool"] = "norm_avg"
-    if pools_patches or not ours.get("fc_norm"):
-        ours.pop("fc_norm", None)
-    if ours.get("act_layer") == "gelu_tanh":
-        ours["mlp_layer"] = "mlp_tanh"
-    if ours.get("act_layer") in (None, "gelu", "gelu_tanh"):
-        ours.pop("act_layer", None)
-    return ours
+    pool, fc_norm, activation = map(made_with.get, ("global_pool", "fc_norm", "act_layer"))
+    known = {
+        "fc_norm": pool == "avg" or not fc_norm,
+        "act_layer": activation in (None, "gelu", "gelu_tanh"),
+    }
+    ours = {key: value for key, value in made_with.items() if not known.get(key)}
+    ours |= {"global_pool": "norm_avg"} if pool == "avg" and fc_norm is False else {}
+    return ours | ({"mlp_layer": "mlp_tanh"} if activation == "gelu_tanh" else {})
 
 
 def _from_settings(

@@ -128,6 +128,30 @@ vit_h_14_lc_swag-c1eb923e.pth  vit_h14 224 224 bicubic  85.708 97.730
 """
 
 
+BIG_VISION = tuple(
+    KnownModel(
+        f"vit_s16_i1k_{epochs}ep",
+        {
+            "name": "vit_s16",
+            "mlp_layer": "mlp_tanh",
+            "class_token": False,
+            "global_pool": "norm_avg",
+            "pos_embed": "sincos2d",
+            "representation_size": 384,
+        },
+        (224, 224),
+        *HALF,
+        crop_pct=224 / 256,
+        interpolation="bilinear",
+        source=f"published: {top1} % top-1 (arXiv 2205.01580)",
+        files=(f"vit_s16_i1k_{epochs}ep.npz",),
+    )
+    for epochs, top1 in ((90, 76.5), (150, 78.5), (300, 80.0))
+)
+"""big_vision's weights of configs/vit_s16_i1k.py (big_vision/models/vit.py, VANITY_NAMES). Their
+accuracies are not published as counts of images."""
+
+
 def _read_timm_row(row: str) -> KnownModel:
     name, crop_pct, top1, top5, *files = row.split()
     architecture = name.partition(".")[0]

@@ -1,5 +1,5 @@
-"""Test that two of MMPretrain's ViT variants are imported: one with a distillation token, and one
-with a norm before the blocks."""
+"""Test that variants of MMPretrain's ViT are imported: a distillation token, a norm before the
+blocks, and the mean of the patches."""
 
 from __future__ import annotations
 
@@ -57,3 +57,24 @@ def test_a_norm_before_the_blocks_becomes_timms_clip_model(import_child):
     assert plain.config().model.name == "vit_b16"
     with pytest.raises(ValueError, match="pre_norm"):
         import_child(base, "pre_norm=True, patch_size=8")
+
+
+@pytest.mark.parametrize(
+    ("backbone", "text"),
+    [
+        ("out_type='avg_featmap', final_norm=False", ""),
+        ("out_type='avg_featmap'", "norms before and after the mean of the patches"),
+        ("final_norm=False", "no norm after the last block: added"),
+    ],
+)
+def test_the_norms_of_a_mean_are_those_of_mmpretrain(import_child, backbone, text):
+    """`avg_featmap` normalizes the mean, and `final_norm`, the default, also each token before it
+    (mmpretrain/models/backbones/vision_transformer.py)."""
+    base = "vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
+    imported = import_child(base, backbone)
+    pools = "avg_featmap" in backbone
+    assert imported.config().model.global_pool == ("avg" if pools else None)
+    found = finding(
+        imported, "model.backbone.final_norm" if "final" in backbone else "model.backbone.out_type"
+    )
+    assert (found.verdict, text in found.text) == ("cannot" if text else "same", True)

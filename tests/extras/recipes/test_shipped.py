@@ -207,6 +207,26 @@ def test_a_recipe_equals_its_source_except_for_the_differences_in_its_header(nam
     assert ours.keys() == theirs.keys() or "optim.name" in stated
 
 
+# Maps recipes to what the importer says about parts in which their networks differ from their
+# programs'. tests/model/test_golden.py finds these parts.
+PARTS = {
+    "augreg/vit_b16_300ep": "learned positions of std 1 / sqrt(width)",
+    "deit/vit_b16_300ep": "a class token of std 0.02",
+    "deit/vit_b16_distilled_300ep": "DeiT decays the distillation token, this project does not",
+    "deit3/vit_b16_400ep": "normal values of std 0.02, truncated",
+    "deit3/vit_b16_800ep": "a class token of std 0.02",
+    "torchvision/vit_b16_300ep": "Xavier's in MLPs and attention",
+    "vit5/vit_b16": "a class token of std 0.02",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_importer_names_the_parts_that_differ(name, imported):
+    findings = imported(EQUALS[name]).reading.findings
+    texts = [finding.text for finding in findings if finding.verdict == "differs"]
+    assert [text for text in texts if PARTS[name] in text], texts
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_a_recipe_has_exactly_the_values_of_its_sources_table(name):
     path = ROOT / "configs" / f"{name}.yaml"

@@ -172,8 +172,8 @@ def _map_model(reading: Reading) -> None:
     if size not in _NAMES or not patch:
         raise ValueError(f"config.model.variant = {variant!r}: expected a value such as B/16")
     names = reading.remaining("model_name model.variant")
-    model = {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"}
-    reading.same(names, model)
+    # flax.linen.gelu is the tanh approximation.
+    reading.same(names, {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"})
 
 
 def _map_head(reading: Reading) -> None:

@@ -217,6 +217,8 @@ def _map_model(reading: Reading) -> None:
     size = SIZES.get(match[1], "b")  # medium is a narrower base
     parts = _MODELS[match.re.pattern]
     settings = {"model.name": f"vit_{size}{_patch_size(reading)}", **parts}
+    if "model.dist_token" in parts:
+        reading.differs("", "DeiT decays the distillation token, this project does not")
     if name.startswith("vit5"):
         text = "the class token is initialized with std 1e-6 in this project and 0.02 in ViT-5"
         reading.differs("model", text, settings)

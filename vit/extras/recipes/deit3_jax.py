@@ -28,8 +28,8 @@ _RECIPE = """
 --patch-size              int     16      model.patch_size
 --image-size              int     224     model.image_size
 --layerscale              on      -       {true: {model.init_values: 0.0001}}
---pooling                 str     cls     {gap: {model.class_token: false, model.global_pool: norm_avg},\
- else: {model.no_embed_class: true}}
+--pooling                 str     cls     {gap: {model.class_token: false,\
+ model.global_pool: norm_avg}, else: {model.no_embed_class: true}}
 --posemb                  str     learnable   {sincos2d: {model.pos_embed: sincos2d}}
 --labels                  int     -1      -
 --droppath                float   0.1     model.drop_path_rate
@@ -95,15 +95,19 @@ def finish(reading: Reading) -> None:
     """Record what no argument of deit3-jax controls."""
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
     map_initial_weights(
-        reading, "normal with std 0.02 everywhere, including class token and patches"
+        reading,
+        "normal values of std 0.02, truncated at twice that (0.0176 in effect), everywhere,"
+        " including class token, patches and head",
     )
 
 
 def _map_model(reading: Reading) -> None:
     args = reading.args
     shape = (args["layers"], args["dim"], args["heads"])
-    settings: dict[str, Any] = {"model.name": f"vit_{_SHAPES.get(shape, 'b')}{args['patch_size']}"}
-    settings["model.mlp_layer"] = "mlp_tanh"
+    settings: dict[str, Any] = {
+        "model.name": f"vit_{_SHAPES.get(shape, 'b')}{args['patch_size']}",
+        "model.mlp_layer": "mlp_tanh",  # flax.linen.gelu
+    }
     if shape not in _SHAPES:
         settings |= {"model.depth": shape[0], "model.embed_dim": shape[1]}
         settings |= {"model.num_heads": shape[2]}

@@ -99,7 +99,7 @@ def finish(reading: Reading) -> None:
     """Record what no argument of MAE's fine-tuning script controls."""
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss")
-    map_initial_weights(reading, "Xavier's everywhere, and a head of std 2e-5")
+    map_initial_weights(reading, "torch's default for patches, and a head of std 2e-5")
 
 
 def _map_model(reading: Reading) -> None:

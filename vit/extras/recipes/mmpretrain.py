@@ -201,14 +201,15 @@ def _map_model(reading: Reading) -> None:
 def _map_pooling(reading: Reading) -> None:
     """Map `out_type`. With `final_norm`, MMPretrain normalizes both before and after the mean."""
     pools = reading.get("model.backbone.out_type") == "avg_featmap"
-    normalizes = reading.get("model.backbone.final_norm", True)
-    names = reading.remaining("model.backbone.out_type model.backbone.final_norm")
     texts = {
         (True, True): "norms before and after the mean of the patches: only the second is kept",
         (False, False): "no norm after the last block: added",
     }
-    settings = {"model.global_pool": "avg"} if pools else {}
-    reading.cannot(names, texts.get((pools, normalizes), ""), settings)
+    reading.cannot(
+        reading.remaining("model.backbone.out_type model.backbone.final_norm"),
+        texts.get((pools, reading.get("model.backbone.final_norm", True)), ""),
+        {"model.global_pool": "avg"} if pools else {},
+    )
 
 
 def _map_neck(reading: Reading) -> None:

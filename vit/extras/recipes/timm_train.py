@@ -120,11 +120,11 @@ def _published(name: str) -> Any:
 
 def _map_fields(reading: Reading) -> None:
     """Map `--model-kwargs` and `--head-init-bias`."""
-    fields = {k: v for k, v in reading.args["model_kwargs"].items() if k != "img_size"}
     pool = reading.args["gp"]
-    if _plain(reading):
-        fields = in_our_terms({"global_pool": pool} | fields if pool else fields)
-        fields = {k: v for k, v in fields.items() if k != "global_pool" or pool is None}
+    stated = reading.args["model_kwargs"]
+    fields = in_our_terms({"global_pool": pool} | stated) if _plain(reading) else stated
+    others = {"img_size"} if pool is None else {"img_size", "global_pool"}
+    fields = {k: v for k, v in fields.items() if k not in others and v is not None}
     lacking = [key for key in fields if f"model.{key}" not in all_keys()]
     ours = {f"model.{key}": value for key, value in fields.items() if key not in lacking}
     text = "arguments of the model: " + ", ".join(lacking)

@@ -91,7 +91,7 @@ def finish(reading: Reading) -> None:
     """Record what no argument of torchvision's training script controls."""
     reading.same("", {"eval.every_epochs": 1})
     map_precision(reading, "fp16 with a scaled loss" if reading.args["amp"] else "fp32")
-    map_initial_weights(reading, "Xavier's in MLPs, a head of zeros, patches normal")
+    map_initial_weights(reading, "Xavier's in MLPs and attention, a head of zeros, patches normal")
 
 
 def _map_model(reading: Reading) -> None:
