@@ -25,6 +25,7 @@ import math
 import re
 import runpy
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -206,7 +207,7 @@ class Block(nn.Module):
         return self.ls2(self.mlp(self.norm2(x)))
 
 
-MLPS = {
+MLPS: dict[str, Callable[..., nn.Module]] = {
     "mlp": Mlp,
     "mlp_tanh": partial(Mlp, approximate="tanh"),
     "swiglu": SwiGLU,

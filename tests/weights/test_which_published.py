@@ -355,6 +355,27 @@ def test_folders_of_transformers_are_identified(tmp_path):
     )
 
 
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu_new", "quick_gelu"])
+def test_the_activation_of_transformers_is_kept_or_refused(activation, tmp_path):
+    sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "layer_norm_eps": 1e-6}
+    network = ViTForImageClassification(ViTConfig(**sizes, hidden_act=activation)).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(0, 0.2)
+    network.save_pretrained(tmp_path)
+    if activation == "quick_gelu":
+        with pytest.raises(ValueError, match="hidden_act is 'quick_gelu', expected gelu or gelu_"):
+            load(tmp_path)
+        return
+    inputs = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        theirs = network(inputs).logits
+    torch.testing.assert_close(
+        load(tmp_path)(inputs), theirs, rtol=0, atol=3e-6 * theirs.abs().max()
+    )
+
+
 def test_a_different_norm_epsilon_is_noted_and_a_large_one_is_rejected(tmp_path):
     """transformers initializes weights so that tokens are small. Epsilon therefore matters more
     than with trained weights."""

@@ -326,3 +326,28 @@ def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
         import_recipe(str(file))
     with pytest.raises(ValueError, match=r"no such model.*vit_base_patch16_224"):
         import_recipe("python train.py --model vit_base_patch16_2244 --lr 1 --opt adamw --aa x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours", "missing"),
+    [
+        ("--gp avg", {"global_pool": "avg"}, ""),
+        ("--gp avg --model-kwargs fc_norm=True", {"global_pool": "avg"}, ""),
+        ("--gp avg --model-kwargs fc_norm=False", {"global_pool": "norm_avg"}, ""),
+        (
+            "--model-kwargs global_pool=avg fc_norm=False act_layer=gelu_tanh",
+            {"global_pool": "norm_avg", "mlp_layer": "mlp_tanh"},
+            "",
+        ),
+        ("--model-kwargs fc_norm=True", {}, "fc_norm"),
+        ("--gp avg --model-kwargs act_layer=silu", {"global_pool": "avg"}, "act_layer"),
+    ],
+)
+def test_pooling_and_activation_are_timms(arguments, ours, missing):
+    imported = import_recipe(f"python train.py data --model vit_base_patch16_224 {arguments}")
+    model = imported.config().model.model_dump(exclude_none=True)
+    assert {key: model.get(key) for key in ("global_pool", "mlp_layer") if key in model} == ours
+    refused = [f.text for f in imported.reading.findings if f.verdict == "cannot"]
+    assert any(text.endswith(f"arguments of the model: {missing}") for text in refused) == bool(
+        missing
+    )

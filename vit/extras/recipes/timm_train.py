@@ -120,11 +120,10 @@ def _published(name: str) -> Any:
 
 def _map_fields(reading: Reading) -> None:
     """Map `--model-kwargs` and `--head-init-bias`."""
-    pool = reading.args["gp"]
-    stated = reading.args["model_kwargs"]
-    fields = in_our_terms({"global_pool": pool} | stated) if _plain(reading) else stated
-    others = {"img_size"} if pool is None else {"img_size", "global_pool"}
-    fields = {k: v for k, v in fields.items() if k not in others and v is not None}
+    mapped = ("img_size", "global_pool" if reading.args["gp"] else "")
+    fields = {"global_pool": reading.args["gp"]} | reading.args["model_kwargs"]
+    fields = in_our_terms(fields) if _plain(reading) else fields
+    fields = {k: v for k, v in fields.items() if k not in mapped and v is not None}
     lacking = [key for key in fields if f"model.{key}" not in all_keys()]
     ours = {f"model.{key}": value for key, value in fields.items() if key not in lacking}
     text = "arguments of the model: " + ", ".join(lacking)
