@@ -24,6 +24,7 @@ from error_rows import (
     snapshot,
 )
 from processes import REPOSITORY, TINY, Background, command, environment
+from safetensors.torch import load_file
 
 from vit.checkpoint.checkpoint import newest_checkpoint
 from vit.run_folder import sealed
@@ -39,6 +40,14 @@ def _(place):
 @scenario("`init.checkpoint` of other classes")
 def _(place):
     place.train(f"init.checkpoint={place.finished}", "model.num_classes=7")
+
+
+@scenario("weights of a network that normalizes after its pooling")
+def _(place):
+    weights = load_file(place.finished / "weights" / "last.safetensors")
+    renamed = {re.sub(r"^norm\.", "fc_norm.", name): value for name, value in weights.items()}
+    torch.save(renamed, place.folder / "foreign.pth")
+    place.train(f"init.checkpoint={place.folder / 'foreign.pth'}")
 
 
 @scenario("a truncated weights file")
