@@ -141,7 +141,7 @@ def of_transformers(place, outputs: int = 3, processor: object = None, **config:
 
 
 def another_activation(place):
-    return of_transformers(place, hidden_act="gelu_new", pruned_heads={"0": [1]})
+    return of_transformers(place, hidden_act="quick_gelu", pruned_heads={"0": [1]})
 
 
 def no_resize(place):

@@ -185,7 +185,7 @@ def test_the_tables_know_all_fields_that_the_programs_write(saved, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new', expected 'gelu' or 'gelu_python'"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu', expected 'gelu' or 'gelu_pyth"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads is"),
         ({"quantization_config": {"bits": 8}}, "quantization_config is"),
     ],

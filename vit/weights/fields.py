@@ -45,7 +45,7 @@ VIT_CONFIG = _table(
     " return_dict use_cache finetuning_task gradient_checkpointing chunk_size_feed_forward"
     " attn_implementation",
     accepted={
-        "hidden_act": ("gelu", "gelu_python"),
+        "hidden_act": ("gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_new"),
         "pruned_heads": (None, {}),
         "quantization_config": (None,),
     },
