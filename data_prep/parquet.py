@@ -87,11 +87,9 @@ def find_files(source: Path) -> dict[str, list[Path]]:
 
 
 def _split_of(path: Path, source: Path) -> str | None:
-    for part in (path.stem, *reversed(path.relative_to(source).parts[:-1])):
-        for word in re.split("[^a-z]+", part.lower()):
-            if word in SPLIT_WORDS:
-                return SPLIT_WORDS[word]
-    return None
+    parts = (path.stem, *reversed(path.relative_to(source).parts[:-1]))
+    words = [word for part in parts for word in re.split("[^a-z]+", part.lower())]
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
 # ---- columns and classes -------------------------------------------------------------------------

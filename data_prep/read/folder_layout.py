@@ -84,16 +84,15 @@ def read_layout(
                 f"{tree}: some of the folders {some(sorted(splits))} mean the same split: merge,"
                 " rename or remove one of them, or use --layout classes if they are classes"
             )
-    layout = Layout({}, [])
+    trees: dict[str, Tree] = {}
     for split in sorted(folder_of, key=("train", "val", "test").index):
-        classes = layout.trees["train"].folders() if layout.trees and with_classes else []
+        classes = trees["train"].folders() if trees and with_classes else []
         inner = _inner_folder(folders, folder_of[split], classes)
         folder = inner if with_classes else folder_of[split]
         if not (split == "test" and classes and _is_unlabelled(root, folders, folder, classes)):
-            layout.trees[split] = _at(root, folder)
+            trees[split] = _at(root, folder)
             folders = {each for each in folders if each[: len(folder)] != folder}
-    layout.unused.extend(sorted("/".join(folder) or "SOURCE itself" for folder in folders))
-    return layout
+    return Layout(trees, sorted("/".join(folder) or "SOURCE itself" for folder in folders))
 
 
 def _at(root: Tree, folder: Folder) -> Tree:
@@ -123,12 +122,10 @@ def _is_unlabelled(
 ) -> bool:
     """Return whether a test folder has images, but neither class folders nor a table of classes."""
     names = _names(folders, test)
-    classes_of_test = [
-        name
+    has_classes = isinstance(_at(root, test), TableTree) or any(
+        name in classes or not (name in test or split_of(name) or means_unlabelled(name))
         for name in names
-        if name in classes or not (name in test or split_of(name) or means_unlabelled(name))
-    ]
-    has_classes = classes_of_test or isinstance(_at(root, test), TableTree)
+    )
     return (test in folders or bool(names)) and not has_classes
 
 

@@ -193,10 +193,8 @@ def _labels(column: Any) -> list[Any]:
 
 def count_labels(file: Any, label: str) -> Counter[Any]:
     """Count the rows of an open parquet file by label, reading only the label column."""
-    counts = Counter[Any]()
-    for batch in file.iter_batches(columns=[label], use_threads=False):
-        counts.update(_labels(batch.column(0)))
-    return counts
+    batches = file.iter_batches(columns=[label], use_threads=False)
+    return Counter(value for batch in batches for value in _labels(batch.column(0)))
 
 
 def read(sample: Sample) -> bytes:

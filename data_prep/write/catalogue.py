@@ -300,12 +300,15 @@ class Builder:
             # A class of n images has one in `split` if fraction * n exceeds 0.5.
             larger = [count for count in counts if count > 1]
             fitting = f"use {flag.format((10 // min(larger) + 1) / 20)} or " if larger else ""
-            slices = ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
             names = [self.class_names[label] for label in np.flatnonzero(held == 0)]
             self.report(
                 f"{split} has no image of {some(names)}, because {fraction:.3g} of up to"
                 f" {max(counts)} images rounds to 0: {fitting}add images"
-                f"{'' if held.any() else slices}"
+                + (
+                    ""
+                    if held.any()
+                    else ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
+                )
             )
         elif split == "val" and 0 < fraction < 0.2 and held.sum() < 100:
             self.report(

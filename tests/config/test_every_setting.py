@@ -70,7 +70,7 @@ ON_SEVERAL_RANKS = {
     "train.reduce_dtype": "how ranks add gradients (tests/distributed/test_reduce_dtype.py)"
 }
 """Maps each setting that has no effect on one rank to its effect and its test."""
-REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
+REFUSED = {"distill.teacher_model": "its run stores the model: set distill.teacher_model=null"}
 """Maps each setting that these runs reject to the expected error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},

@@ -94,14 +94,15 @@ def _is_given(section: Section, key: str) -> bool:
 def _void(config: Config, section: Section, prefix: str) -> Iterator[Problem]:
     """Yield the settings of `section` without those they need (`OnlyWith`). prefix: "optim."."""
     for key, field in type(section).model_fields.items():
-        for needed in field.metadata if _is_given(section, key) else ():
-            if not isinstance(needed, OnlyWith):
-                continue
+        conditions = [each for each in field.metadata if isinstance(each, OnlyWith)]
+        for needed in conditions if _is_given(section, key) else ():
             fits, keys, values, remedies = zip(
                 *(_judge(config, section, prefix, each) for each in needed.conditions), strict=True
             )
+            default = field.default
+            if not isinstance(default, str):
+                default = json.dumps(default, separators=(",", ":"))
             # An item of a list cannot be set on the command line.
-            default = _as_argument(field.default)
             unset = f"remove {prefix}{key}" if "[" in prefix else f"{prefix}{key}={default}"
             text = (
                 f"{prefix}{key} has no effect with {' and '.join(values)}: set"
@@ -109,6 +110,9 @@ def _void(config: Config, section: Section, prefix: str) -> Iterator[Problem]:
             )
             if not any(fits):
                 yield Problem(text, (f"{prefix}{key}",), keys)
+    if isinstance(section, Selection) and None not in (section.fraction, section.samples_per_class):
+        both = (f"{prefix}fraction", f"{prefix}samples_per_class")
+        yield Problem(f"{' and '.join(both)} are both given: keep one of them", both, both)
 
 
 def _judge(
@@ -123,16 +127,10 @@ def _judge(
     text = value if isinstance(value, str) else json.dumps(value)
     current = f"{name}={shown(text)}"  # a stream command may contain a login
     if relation == "=":
-        remedy = f"{name}={allowed.replace('|', ' or ')}"
-        return text in allowed.split("|"), name, current, remedy
+        return text in allowed.split("|"), name, current, f"{name}={allowed.replace('|', ' or ')}"
     if relation:
         return text != allowed, name, current, f"another {name}"
     return value not in (None, 0, "none", ()), name, current, name
-
-
-def _as_argument(value: Any) -> str:
-    """Return `value` as it is written after `section.key=`."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _training_rules(config: Config) -> Rules:
@@ -267,13 +265,8 @@ def _void_in_sources(config: Config) -> Iterator[Problem]:
         if _is_given(data, key):
             text = f"data.{key} has no effect with data.sources: set it in each source"
             yield Problem(text, (f"data.{key}",), ("data.sources",))
-    prefixes = ["data.", *(f"data.sources[{number}]." for number in range(len(data.sources)))]
-    for prefix, each in zip(prefixes, (data, *data.sources), strict=True):
-        if prefix != "data.":
-            yield from _void(config, each, prefix)
-        if each.fraction is not None and each.samples_per_class is not None:
-            keys = (f"{prefix}fraction", f"{prefix}samples_per_class")
-            yield Problem(f"{' and '.join(keys)} are both given: keep one of them", keys, keys)
+    for number, source in enumerate(data.sources):
+        yield from _void(config, source, f"data.sources[{number}].")
 
 
 def _void_by_others(config: Config) -> list[Problem]:

@@ -114,9 +114,11 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | s
         return f"unknown key {name!r}; the keys of an evaluation set are {allowed_keys}"
     keys = all_keys()
     if dotted in keys:
-        fitting = [kind for kind in sections()["optim"] if path[1] in kind.model_fields]
         names = [
-            name for kind in fitting for name in get_args(kind.model_fields["name"].annotation)
+            name
+            for kind in sections()["optim"]
+            if path[1] in kind.model_fields
+            for name in get_args(kind.model_fields["name"].annotation)
         ]
         return (
             f"{dotted} has no effect with optim.name={location[1]}: remove {dotted}, or set"

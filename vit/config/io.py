@@ -125,15 +125,17 @@ def load_with_origins(
     overrides = list(overrides)
     problems = _apply(overrides, tree, origins)
     chosen = {tuple(override.partition("=")[0].split(".")) for override in overrides}
-    config, of_values = _resolve(tree, chosen, origins, str(path))
-    problems += of_values
+    try:
+        config = _resolve(tree, chosen, origins, str(path))
+    except ConfigError as error:
+        problems.append(str(error))
     for setting in RESOLVED if used_here else ():
         addresses = _addresses(_get(tree, setting))
         unset = [name for text in addresses for name in unset_variables(text)]
         if unset:
             origin = origins.get(setting, path)
             problems.append(f"{origin}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
-    if problems or config is None:
+    if problems:
         raise ConfigError("\n".join(problems))
     if config.run.dir is None:
         name = recipe_name(path) or path.stem
@@ -152,36 +154,35 @@ def load_with_origins(
 
 def _resolve(
     tree: dict[str, Any], chosen: set[Key], origins: dict[Key, str], source: str
-) -> tuple[Config | None, list[str]]:
-    """Return the config of `tree`, or None and its problems.
+) -> Config:
+    """Return the config of `tree`. Raises ConfigError with all problems.
 
     Settings that have no effect because of one in `chosen`, those of the command line, are removed
     from `tree` with a note. Then they count as chosen, because others may need them.
     """
-    notes: list[str] = []
-    while True:
-        try:
-            config = Config.model_validate_json(json.dumps(tree))
-        except ValidationError as error:
-            void = {
-                key: cause
-                for key, causes in void_settings(error)
-                for cause in causes
-                if key not in chosen and cause in chosen and _get(tree, key) is not None
-            }
-            if not void:
-                return None, explain(error, origins, source)
-            for key, cause in void.items():
-                tree[key[0]].pop(key[1])
-                chosen.add(key)
-                origin = origins.get(key, source)
-                origins[key] = f"default, {origin} was dropped"
-                reason = f"{'.'.join(cause)}={shown(_scalar(_get(tree, cause)))}"
-                notes.append(f"note: {'.'.join(key)} of {origin} has no effect with {reason}")
-            continue
-        for note in notes if os.environ.get("RANK", "0") == "0" else ():
-            print(f"{note}: dropped", file=sys.stderr)
-        return config, []
+    try:
+        return Config.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        void = {
+            key: cause
+            for key, causes in void_settings(error)
+            for cause in causes
+            if key not in chosen and cause in chosen and _get(tree, key) is not None
+        }
+        if not void:
+            raise ConfigError("\n".join(explain(error, origins, source))) from None
+
+    notes = []
+    for key, cause in void.items():
+        tree[key[0]].pop(key[1])
+        origin = origins.get(key, source)
+        origins[key] = f"default, {origin} was dropped"
+        reason = f"{'.'.join(cause)}={shown(_scalar(_get(tree, cause)))}"
+        notes.append(f"note: {'.'.join(key)} of {origin} has no effect with {reason}: dropped")
+    config = _resolve(tree, {*chosen, *void}, origins, source)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(notes), file=sys.stderr)
+    return config
 
 
 def recipes_folder() -> Path:
@@ -344,10 +345,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any], source: str) -> Config:
     """Return the config for values from `to_dict`. Raises ConfigError, which names `source`."""
-    try:
-        return Config.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(error, {}, source))) from None
+    return _resolve(dict(values), set(), {}, source)
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
@@ -356,10 +354,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     for key, value in settings.items():
         _set(values, tuple(key.split(".")), value)
     origins = {tuple(key.split(".")): "command line" for key in settings}
-    changed, problems = _resolve(values, set(origins), origins, "the run")
-    if changed is None:
-        raise ConfigError("\n".join(problems))
-    return changed
+    return _resolve(values, set(origins), origins, "the run")
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import PREFIX_TOKENS, fit_positions
 from vit.weights.save import HUB_FILES
-from vit.weights.transformers_config import network_notes
+from vit.weights.transformers_config import network_notes, object_in
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """The suffixes of weights files to look for in a folder. The content determines the format."""
@@ -370,10 +370,7 @@ def _stated_grid(
         config: timm's or transformers' config.json.
         options: the command line that the training program stored in the file.
     """
-    contents: list[Any] = [options]
-    with suppress(OSError, ValueError):  # The file is missing or belongs to another program.
-        contents.insert(0, json.loads(config.read_text(encoding="utf-8")))
-    for content in contents:
+    for content in (object_in(config), options):
         with suppress(LookupError, TypeError, AttributeError):
             made_with = content.get("model_args") or content.get("model_kwargs") or {}
             size = made_with.get("img_size") or content.get("image_size") or content.get("img_size")

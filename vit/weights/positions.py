@@ -1,8 +1,8 @@
 """Fit the position embeddings of a weights file to a model's grid and prefix tokens.
 
 1. Decide which grid a file's positions have, and if prefix tokens have some   `readings`
-2. Add prefix tokens' positions to these tokens if the model has none          `_fold`
-3. Resample the positions of the patches to the model's grid                   `fit_positions`
+2. Add prefix tokens' positions to these tokens if the model has none, and
+   resample the positions of the patches to the model's grid                   `fit_positions`
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def fit_positions(
             f" {possible[0]}, but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
         )
     if num_prefix > own:
-        positions = _fold(source, positions, tokens)
+        for name, token in tokens.items():
+            of_token, positions = positions.tensor_split([token.shape[1]], dim=1)
+            source[name] = token + of_token.to(token.dtype)
         notes.append(
             f"the model has no positions for the {_prefix(num_prefix)}: added the source's to the"
             " tokens"
@@ -129,14 +131,6 @@ def _prefix_tokens(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -
         for name in ("cls_token", "reg_token")
         if name in source and name in target and source[name].shape[::2] == (1, width)
     }
-
-
-def _fold(source: dict[str, Tensor], positions: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
-    """Add the positions of `tokens` to these tokens in `source`, and return the other positions."""
-    for name, token in tokens.items():
-        token_positions, positions = positions.tensor_split([token.shape[1]], dim=1)
-        source[name] = token + token_positions.to(token.dtype)
-    return positions
 
 
 def _prefix(num_tokens: int) -> str:

@@ -389,21 +389,19 @@ def with_published_config(
     if loaded.source is not None and model.top1 is None:
         # The file is in a cache folder, so use the repository's name.
         model = replace(model, name=loaded.source["repository"])
-    settings = loaded.path.parent / "config.json"
-    names = class_names_in(settings, num_classes) if name is None else []
     if num_classes != 1000 and model.top1 is not None:
         model = replace(
             model, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes"
         )
-    config = to_config(model, data_root, val_split, num_classes)
-    loaded = replace(
+    names = class_names_in(loaded.path.with_name("config.json"), num_classes)
+    evaluated = replace(
         loaded,
-        config=config,
+        config=to_config(model, data_root, val_split, num_classes),
         num_classes=num_classes,
-        class_names=names or None,
+        class_names=names if names and name is None else None,
         notes=(*loaded.notes, *model.notes),
     )
-    return loaded, model
+    return evaluated, model
 
 
 def normalization_notes(loaded: LoadedWeights, data: DataConfig) -> list[str]:

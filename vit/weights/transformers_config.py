@@ -97,8 +97,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
         else ""
     )
     view = _view(path.with_name("preprocessor_config.json"), size)
-    name = path.parent.absolute().name
-    return KnownModel(name, model, size, not_softmax=not_softmax, **view)
+    return KnownModel(path.parent.absolute().name, model, size, not_softmax=not_softmax, **view)
 
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
@@ -178,14 +177,11 @@ def network_notes(path: Path) -> list[str]:
     Raises WeightsError if the network computes something else, for example because its norm epsilon
     exceeds `MAX_NORM_EPS`.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["model_type"] not in MODEL_TYPES:
-            return []
-        eps = float(content.get("layer_norm_eps", 1e-12))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []  # no file, or another program's file
+    content = object_in(path)
+    if content.get("model_type") not in MODEL_TYPES:
+        return []
     notes = check_fields(content, VIT_CONFIG, path)
+    eps = content.get("layer_norm_eps", 1e-12)
     if eps == EPS:
         return notes
     text = f"its norms use epsilon {eps:g} (layer_norm_eps), this project's {EPS:g}"
@@ -196,16 +192,20 @@ def network_notes(path: Path) -> list[str]:
     return [*notes, f"{text}: the last digits of logits differ"]
 
 
-def class_names_in(path: Path, num_classes: int) -> list[str]:
-    """Return the class names in timm's or transformers' `config.json`; [] if there are none."""
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if the file is missing or contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return []
-    names = content.get("label_names") if isinstance(content, dict) else None
-    if names is None and isinstance(content, dict):
-        by_number = content.get("id2label") or {}
-        names = [by_number.get(str(n)) for n in range(num_classes)]
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def class_names_in(path: Path, num_classes: int) -> list[str]:
+    """Return the class names in timm's or transformers' `config.json`; [] if there are none."""
+    content = object_in(path)
+    by_number = content.get("id2label") or {}
+    names = content.get("label_names", [by_number.get(str(n)) for n in range(num_classes)])
     if not isinstance(names, list) or len(names) != num_classes:
         return []
     # transformers writes these placeholders if the classes have no names.
