@@ -29,6 +29,7 @@ from vit.extras.recipes.timm_common import (
     map_policy,
     map_precision,
     map_repeats,
+    map_train_interpolation,
 )
 from vit.layers.presets import SIZES
 
@@ -337,19 +338,14 @@ def _map_three_augment(reading: Reading) -> None:
 
 
 def _map_repeats(reading: Reading) -> None:
-    if reading.args["repeated_aug"]:
-        text = "a single process without torchrun uses a random sampler"
-        map_repeats(reading, "repeated_aug", 3, text)
-    else:
-        reading.same("repeated_aug")
+    repeats = 3 if reading.args["repeated_aug"] else 1
+    text = "a single process without torchrun uses a random sampler"
+    map_repeats(reading, "repeated_aug", repeats, text)
 
 
 def _map_interpolation(reading: Reading) -> None:
     theirs = reading.args["train_interpolation"]
-    ours = theirs if theirs in ("bicubic", "bilinear") else "bicubic"
-    text = f"DeiT resizes by {theirs}, this project by bicubic"
-    settings = {"data.interpolation": ours}
-    reading.differs("train_interpolation", "" if theirs == ours else text, settings)
+    map_train_interpolation(reading, f"DeiT resizes by {theirs}, this project by bicubic")
 
 
 def _map_loss(reading: Reading) -> None:

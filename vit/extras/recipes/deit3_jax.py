@@ -58,10 +58,10 @@ _RECIPE = """
  else: "layer-wise rates with a factor of {}; the head has the last block's"}
 --training-steps          int     200000  train.steps
 --warmup-steps            int     10000   schedule.warmup_steps
---init-seed               int     -       train.seed, which is --shuffle-seed
---mixup-seed              int     -       train.seed, which is --shuffle-seed
---dropout-seed            int     -       train.seed, which is --shuffle-seed
---shuffle-seed            int     -       train.seed
+--init-seed               int     -       -
+--mixup-seed              int     -       -
+--dropout-seed            int     -       -
+--shuffle-seed            int     -       ?train.seed
 --eval-interval           int     0       [eval.every_steps]
 """
 _PLACES = """
@@ -93,6 +93,12 @@ _SHAPES = {
 
 def finish(reading: Reading) -> None:
     """Record what no argument of deit3-jax controls."""
+    if reading.args["mixup"] or reading.args["cutmix"]:
+        reading.differs(
+            "",
+            "deit3-jax draws one lambda and box for the images of a device, with random partners;"
+            " this project draws one for each augment.mix_group_size images, with neighbours",
+        )
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
     map_initial_weights(
         reading,
@@ -163,17 +169,6 @@ def _map_repeats(reading: Reading) -> None:
     reading.differs("augment_repeats", text, settings)
 
 
-def _map_cutmix(reading: Reading) -> None:
-    args = reading.args
-    reading.same("cutmix", {"augment.cutmix_alpha": args["cutmix"]})
-    if args["mixup"] or args["cutmix"]:
-        text = (
-            "deit3-jax draws one lambda and box for the images of a device, with random partners;"
-            " this project draws one for each augment.mix_group_size images, with neighbours"
-        )
-        reading.differs("", text)
-
-
 def _map_loss(reading: Reading) -> None:
     if reading.args["criterion"] == "ce":
         reading.same("criterion")
@@ -211,12 +206,6 @@ def _map_schedule(reading: Reading) -> None:
     map_schedule(reading, "warmup_steps", settings)
 
 
-def _map_seeds(reading: Reading) -> None:
-    seed = reading.args["shuffle_seed"]
-    names = "init_seed mixup_seed dropout_seed shuffle_seed"
-    reading.same(names, {} if seed is None else {"train.seed": seed})
-
-
 HANDLERS: dict[str, Handler] = {
     "layers": _map_model,
     "droppath": _map_drop_path,
@@ -224,12 +213,10 @@ HANDLERS: dict[str, Handler] = {
     "color_jitter": _map_color_jitter,
     "random_erasing": _map_erasing,
     "augment_repeats": _map_repeats,
-    "cutmix": _map_cutmix,
     "criterion": _map_loss,
     "optimizer": _map_optimizer,
     "weight_decay": _map_decay,
     "adam_b1": _map_betas,
     "clip_grad": _map_clipping,
     "warmup_steps": _map_schedule,
-    "init_seed": _map_seeds,
 }

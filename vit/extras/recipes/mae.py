@@ -8,7 +8,6 @@ crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 from vit.extras.recipes.arguments import Table, make_table
@@ -27,13 +26,14 @@ from vit.extras.recipes.timm_common import (
     map_policy,
     map_precision,
 )
-from vit.layers.presets import SIZES
 
 _RECIPE = """
 --batch_size              int     64      per GPU; data.global_batch_size is the total
 --accum_iter              int     1       batches per step
 --epochs                  int     50      train.epochs
---model                   str     vit_large_patch16   model.name
+--model                   str     vit_large_patch16   {vit_base_patch16: {model.name: vit_b16},\
+ vit_large_patch16: {model.name: vit_l16}, vit_huge_patch14: {model.name: vit_h14},\
+ refuse: "expected vit_base_patch16, vit_large_patch16 or vit_huge_patch14"}
 --input_size              int     224     model.image_size
 --drop_path               float   0.1     model.drop_path_rate
 --global_pool             on      true    {true: {model.global_pool: avg, model.class_token: true}}
@@ -102,16 +102,6 @@ def finish(reading: Reading) -> None:
     map_initial_weights(reading, "torch's default for patches, and a head of std 2e-5")
 
 
-def _map_model(reading: Reading) -> None:
-    name = reading.args["model"]
-    match = re.fullmatch(r"vit_(base|large|huge)_patch(14|16)", name)
-    if not match:
-        raise ValueError(
-            f"--model {name}: expected vit_base_patch16, vit_large_patch16 or vit_huge_patch14"
-        )
-    reading.same("model", {"model.name": f"vit_{SIZES[match[1]]}{match[2]}"})
-
-
 def _map_image_size(reading: Reading) -> None:
     size = reading.args["input_size"]
     view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
@@ -148,7 +138,6 @@ def _map_schedule(reading: Reading) -> None:
 
 HANDLERS: dict[str, Handler] = {
     "batch_size": map_batch,
-    "model": _map_model,
     "input_size": _map_image_size,
     "finetune": _map_start,
     "aa": partial(map_policy, interpolation="bicubic"),

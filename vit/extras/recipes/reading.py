@@ -143,6 +143,8 @@ class Reading:
             self.same(names, {} if is_optional and is_off else dict.fromkeys(settings, value))
         elif argument.rule.startswith("{"):
             choices = yaml.safe_load(argument.rule)
+            if "refuse" in choices and value not in choices:
+                raise ValueError(f"{self.table.flag_of(name)} {value}: {choices['refuse']}")
             choice = choices.get(value, choices.get("else", {}))
             if isinstance(choice, str):
                 self.cannot(names, choice.format(value))

@@ -179,9 +179,20 @@ def map_erasing(reading: Reading) -> None:
 
 
 def map_repeats(reading: Reading, names: str, repeats: int, text: str) -> None:
-    """Map repeated augmentation. text: why a single process ignores it."""
+    """Map repeated augmentation, which is off if `repeats` is below 2. text: why a single process
+    ignores it."""
     settings = {"order.aug_repeats": repeats, "order.aug_repeats_form": "sampler"}
-    reading.same_if_used(reading.is_distributed, names, settings, text)
+    is_off = repeats < 2
+    reading.same_if_used(is_off or reading.is_distributed, names, {} if is_off else settings, text)
+
+
+def map_train_interpolation(reading: Reading, text: str) -> str:
+    """Map `--train-interpolation` and return our mode. text: the difference for other modes."""
+    theirs = reading.args["train_interpolation"]
+    ours = theirs if theirs in ("bicubic", "bilinear") else "bicubic"
+    settings = {"data.interpolation": ours}
+    reading.differs("train_interpolation", "" if theirs == ours else text, settings)
+    return ours
 
 
 def map_mixing(reading: Reading) -> None:

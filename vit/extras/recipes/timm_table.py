@@ -103,7 +103,8 @@ _RECIPE = """
 --class-stats             str     -       inert: only for weights by the frequency of classes
 --poly-epsilon            float   2.0     inert: of the loss poly
 --poly-gamma              float   0.0     inert: of the loss poly
---task                    str     classification   multi-label training is refused
+--task                    str     classification   {classification: {},\
+ refuse: "this task is not available: expected classification"}
 --kd-model-name           str     -       distillation
 --kd-distill-type         str     logit   distillation
 --kd-loss-type            str     kl      distillation

@@ -30,6 +30,7 @@ from vit.extras.recipes.timm_common import (
     map_policy,
     map_precision,
     map_repeats,
+    map_train_interpolation,
 )
 from vit.extras.recipes.timm_table import TABLE, note_old_defaults
 from vit.layers.presets import SIZES
@@ -197,19 +198,12 @@ def _map_color_jitter_prob(reading: Reading) -> None:
 
 def _map_repeats(reading: Reading) -> None:
     repeats = int(reading.args["aug_repeats"])
-    if repeats > 1:
-        text = "a single process has no distributed sampler"
-        map_repeats(reading, "aug_repeats", repeats, text)
-    else:
-        reading.same("aug_repeats")
+    map_repeats(reading, "aug_repeats", repeats, "a single process has no distributed sampler")
 
 
 def _map_interpolation(reading: Reading) -> None:
-    theirs = reading.args["train_interpolation"]
-    ours = theirs if theirs in ("bicubic", "bilinear") else "bicubic"
     text = "timm chooses bilinear or bicubic for each training image, this project uses bicubic"
-    settings = {"data.interpolation": ours}
-    reading.differs("train_interpolation", "" if theirs == ours else text, settings)
+    ours = map_train_interpolation(reading, text)
     theirs = reading.args["interpolation"] or "bicubic"
     text = f"timm resizes by {theirs} for evaluation, this project by {ours} as in training"
     reading.differs("interpolation", "" if theirs == ours else text)
@@ -221,14 +215,6 @@ def _map_mixup_off_epoch(reading: Reading) -> None:
     mixes = args["mixup"] > 0 or args["cutmix"] > 0
     off = {"augment.mixup_off_epoch": last} if last and mixes and last < args["epochs"] else {}
     reading.same("mixup_off_epoch", off)
-
-
-def _map_task(reading: Reading) -> None:
-    task = reading.args["task"]
-    if task != "classification":
-        kind = "multi-label training" if task == "multilabel" else f"the task {task}"
-        raise ValueError(f"--task {task}: {kind} is not available: expected classification")
-    reading.same("task")
 
 
 def _map_loss(reading: Reading) -> None:
@@ -488,7 +474,6 @@ HANDLERS: dict[str, Handler] = {
     "mixup_prob": map_mixing,
     "mixup_off_epoch": _map_mixup_off_epoch,
     "bce_loss": _map_loss,
-    "task": _map_task,
     "kd_model_name": _map_teacher,
     "opt": _map_optimizer,
     "clip_grad": map_clipping,

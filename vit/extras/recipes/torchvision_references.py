@@ -8,7 +8,6 @@ the batch size and the number of epochs. Images are resized bilinearly.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 from vit.extras.recipes.arguments import make_table
@@ -24,7 +23,10 @@ from vit.extras.recipes.timm_common import (
 from vit.system.spelling import did_you_mean
 
 _RECIPE = """
---model                   str     resnet18   model.name
+--model                   str     resnet18   {vit_b_16: {model.name: vit_b16},\
+ vit_b_32: {model.name: vit_b32}, vit_l_16: {model.name: vit_l16},\
+ vit_l_32: {model.name: vit_l32}, vit_h_14: {model.name: vit_h14}, refuse: "expected one of\
+ torchvision's ViTs: vit_b_16, vit_b_32, vit_l_16, vit_l_32 or vit_h_14"}
 -b --batch-size           int     32      per GPU; data.global_batch_size is the total
 --epochs                  int     90      train.epochs
 --train-crop-size         int     224     model.image_size
@@ -89,20 +91,23 @@ TABLE = make_table(
 
 def finish(reading: Reading) -> None:
     """Record what no argument of torchvision's training script controls."""
+    args = reading.args
     reading.same("", {"eval.every_epochs": 1})
-    map_precision(reading, "fp16 with a scaled loss" if reading.args["amp"] else "fp32")
-    map_initial_weights(reading, "Xavier's in MLPs and attention, a head of zeros, patches normal")
-
-
-def _map_model(reading: Reading) -> None:
-    name = reading.args["model"]
-    match = re.fullmatch(r"vit_([blh])_(\d\d)", name)
-    if not match:
-        raise ValueError(
-            f"--model {name}: expected one of torchvision's ViTs: vit_b_16, vit_b_32, vit_l_16,"
-            " vit_l_32 or vit_h_14"
+    if args["mixup_alpha"] or args["cutmix_alpha"]:
+        reading.differs(
+            "",
+            f"torchvision draws one lambda and box for the {args['batch_size']} images of a GPU;"
+            " this project draws one for each augment.mix_group_size images, which makes batches"
+            " independent of the number of GPUs",
         )
-    reading.same("model", {"model.name": f"vit_{match[1]}{match[2]}"})
+    if args["clip_grad_norm"] is not None:
+        reading.differs(
+            "",
+            "some revisions of train.py clip gradients after the update, which has no effect"
+            " (pytorch/vision@017e9b99)",
+        )
+    map_precision(reading, "fp16 with a scaled loss" if args["amp"] else "fp32")
+    map_initial_weights(reading, "Xavier's in MLPs and attention, a head of zeros, patches normal")
 
 
 def _map_view(reading: Reading) -> None:
@@ -165,18 +170,6 @@ def _map_policy(reading: Reading) -> None:
     reading.inert("ra_magnitude augmix_severity", "the policy does not use it")
 
 
-def _map_cutmix(reading: Reading) -> None:
-    args = reading.args
-    reading.same("cutmix_alpha", {"augment.cutmix_alpha": args["cutmix_alpha"]})
-    if args["mixup_alpha"] or args["cutmix_alpha"]:
-        text = (
-            "torchvision draws one lambda and box for the"
-            f" {args['batch_size']} images of a GPU; this project draws one for each"
-            " augment.mix_group_size images, which makes batches independent of the number of GPUs"
-        )
-        reading.differs("", text)
-
-
 def _map_optimizer(reading: Reading) -> None:
     args = reading.args
     name = args["opt"].lower()
@@ -187,17 +180,6 @@ def _map_optimizer(reading: Reading) -> None:
         reading.inert("momentum", "AdamW uses betas")
     else:
         raise not_available(f"--opt {args['opt']}")
-
-
-def _map_clipping(reading: Reading) -> None:
-    norm = reading.args["clip_grad_norm"]
-    reading.same("clip_grad_norm", {"optim.clip_grad_norm": norm})
-    if norm is not None:
-        text = (
-            "some revisions of train.py clip gradients after the update, which has no effect"
-            " (pytorch/vision@017e9b99)"
-        )
-        reading.differs("", text)
 
 
 def _map_decay(reading: Reading) -> None:
@@ -278,15 +260,12 @@ def _map_weights(reading: Reading) -> None:
 
 
 HANDLERS: dict[str, Handler] = {
-    "model": _map_model,
     "batch_size": map_batch,
     "val_crop_size": _map_view,
     "auto_augment": _map_policy,
     "random_erase": _map_erasing,
     "ra_sampler": _map_repeats,
-    "cutmix_alpha": _map_cutmix,
     "opt": _map_optimizer,
-    "clip_grad_norm": _map_clipping,
     "norm_weight_decay": _map_decay,
     "lr_scheduler": _map_schedule,
     "model_ema_decay": _map_average,
