@@ -85,15 +85,16 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = ""
         self._ends_at_once = True
-        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
         self._reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._wake_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._announcer = threading.Thread(target=self._announce, name="signals", daemon=True)
         self._announcer.start()
-        self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        self._before = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
 
     def _announce(self) -> None:
         """Wait for the first signal, and print it on the first rank of each host."""
@@ -279,11 +280,7 @@ def leave_hung(verdict: Verdict) -> NoReturn:
     if is_reporter:
         print(message, file=sys.stderr, flush=True)
     elif local_world_size() > 1 and not is_first:
-        deadline = time.monotonic() + SILENT_S
-        while time.monotonic() < deadline and not _host_has_reported():
-            time.sleep(REPORTED_S / 4)
-        if _host_has_reported():
-            leave(0)
+        _leave_once_reported()
     _report_to_torchrun(message)
     if verdict.is_cut_off and is_first:
         end_launcher_later()
@@ -297,13 +294,18 @@ def _leave_silently(message: str, status: int) -> NoReturn:
     SIGTERM. If neither happens within SILENT_S, it is `status`, and torchrun gets `message`.
     """
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
+    _leave_once_reported()
+    _report_to_torchrun(message)
+    leave(status)
+
+
+def _leave_once_reported() -> None:
+    """Exit with status 0 once a rank on this host has reported. Return after SILENT_S."""
     deadline = time.monotonic() + SILENT_S
     while time.monotonic() < deadline:
         if _host_has_reported():
             leave(0)
         time.sleep(REPORTED_S / 4)
-    _report_to_torchrun(message)
-    leave(status)
 
 
 def _error_file() -> Path | None:

@@ -12,6 +12,7 @@ The rule states how the argument is mapped (`vit.extras.recipes.reading.Reading.
     ?train.seed              equals this setting, which is set unless the value is None
     {gap: {model.global_pool: avg}, else: the pooling {}}     equals the settings for its value, in
                              YAML; a text names what is missing, and may contain the value
+    {0: {}, else: {optim.lr: VALUE}, ...}    the same; VALUE stands for the value
     {ce: {}, refuse: expected ce}   the same; all other values are an error
     off: vertical flips      supported only if it is off; the text names the missing feature
     inert: --sched is off    no effect in the source program, for this reason

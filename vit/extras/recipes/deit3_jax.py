@@ -32,7 +32,8 @@ _RECIPE = """
  model.global_pool: norm_avg}, else: {model.no_embed_class: true}}
 --posemb                  str     learnable   {sincos2d: {model.pos_embed: sincos2d}}
 --labels                  int     -1      -
---droppath                float   0.1     model.drop_path_rate
+--droppath                float   0.1     {0: {model.drop_path_rate: 0.0},\
+ else: {model.drop_path_rate: VALUE, model.drop_path_schedule: constant}}
 --dropout                 float   0.0     [model.proj_drop_rate, model.attn_drop_rate]
 --pretrained-ckpt         str     -       [init.checkpoint]
 --label-mapping           str     -       off: a pretrained head remapped by a table of classes
@@ -41,7 +42,8 @@ _RECIPE = """
  else: "center crops in training: replaced by random crops"}
 --auto-augment            str     rand-m9-mstd0.5-inc1   augment
 --color-jitter            float   0.0     augment.color_jitter
---random-erasing          float   0.25    augment.erasing_prob
+--random-erasing          float   0.25    {0: {}, else: {augment.erasing_prob: VALUE,\
+ augment.erasing_area: [0.02, 0.33], augment.erasing_aspect: [0.3, 3.3]}}
 --augment-repeats         int     3       order.aug_repeats
 --mixup                   float   0.8     augment.mixup_alpha
 --cutmix                  float   1.0     augment.cutmix_alpha
@@ -49,11 +51,13 @@ _RECIPE = """
 --label-smoothing         float   0.1     loss.label_smoothing
 --optimizer               str     adamw   optim.name
 --learning-rate           float   1e-3    optim.lr
---weight-decay            float   0.05    optim.weight_decay
+--weight-decay            float   0.05    {0: {optim.weight_decay: 0.0},\
+ else: {optim.weight_decay: VALUE, optim.no_weight_decay: not_kernels}}
 --adam-b1                 float   0.9     optim.betas
 --adam-b2                 float   0.999   optim.betas
 --adam-eps                float   1e-8    optim.eps
---clip-grad               float   0.0     optim.clip_grad_norm
+--clip-grad               float   0.0     {0: {optim.clip_grad_norm: null},\
+ else: {optim.clip_grad_norm: VALUE}}
 --lr-decay                float   1.0     {1: {},\
  else: "layer-wise rates with a factor of {}; the head has the last block's"}
 --training-steps          int     200000  train.steps
@@ -120,12 +124,6 @@ def _map_model(reading: Reading) -> None:
     reading.same("layers dim heads patch_size", settings)
 
 
-def _map_drop_path(reading: Reading) -> None:
-    rate = reading.args["droppath"]
-    constant = {"model.drop_path_schedule": "constant"} if rate else {}
-    reading.same("droppath", {"model.drop_path_rate": rate, **constant})
-
-
 def _map_policy(reading: Reading) -> None:
     if reading.args["auto_augment"] == "none":
         reading.same("auto_augment")
@@ -137,16 +135,6 @@ def _map_color_jitter(reading: Reading) -> None:
     strength = reading.args["color_jitter"]
     jitter = {"augment.color_jitter": [strength, strength, strength, 0]} if strength else {}
     reading.same("color_jitter", jitter)
-
-
-def _map_erasing(reading: Reading) -> None:
-    prob = reading.args["random_erasing"]
-    erased = {
-        "augment.erasing_prob": prob,
-        "augment.erasing_area": [0.02, 0.33],
-        "augment.erasing_aspect": [0.3, 3.3],
-    }
-    reading.same("random_erasing", erased if prob else {})
 
 
 def _map_repeats(reading: Reading) -> None:
@@ -181,19 +169,9 @@ def _map_optimizer(reading: Reading) -> None:
     map_optimizer_name(reading, "optimizer", reading.args["optimizer"])
 
 
-def _map_decay(reading: Reading) -> None:
-    decay = reading.args["weight_decay"]
-    kernels = {"optim.no_weight_decay": "not_kernels"} if decay else {}
-    reading.same("weight_decay", {"optim.weight_decay": decay, **kernels})
-
-
 def _map_betas(reading: Reading) -> None:
     betas = [reading.args["adam_b1"], reading.args["adam_b2"]]
     reading.same("adam_b1 adam_b2", {"optim.betas": betas})
-
-
-def _map_clipping(reading: Reading) -> None:
-    reading.same("clip_grad", {"optim.clip_grad_norm": reading.args["clip_grad"] or None})
 
 
 def _map_schedule(reading: Reading) -> None:
@@ -208,15 +186,11 @@ def _map_schedule(reading: Reading) -> None:
 
 HANDLERS: dict[str, Handler] = {
     "layers": _map_model,
-    "droppath": _map_drop_path,
     "auto_augment": _map_policy,
     "color_jitter": _map_color_jitter,
-    "random_erasing": _map_erasing,
     "augment_repeats": _map_repeats,
     "criterion": _map_loss,
     "optimizer": _map_optimizer,
-    "weight_decay": _map_decay,
     "adam_b1": _map_betas,
-    "clip_grad": _map_clipping,
     "warmup_steps": _map_schedule,
 }

@@ -21,7 +21,6 @@ from vit.extras.recipes.timm_common import (
     map_color_jitter,
     map_erasing,
     map_initial_weights,
-    map_layer_decay,
     map_mixing,
     map_policy,
     map_precision,
@@ -57,7 +56,8 @@ _RECIPE = """
 --blr                     float   1e-3    optim.lr, for a batch of 256
 --weight_decay            float   0.05    optim.weight_decay
 --clip_grad               float   -       optim.clip_grad_norm
---layer_decay             float   0.75    optim.layer_decay
+--layer_decay             float   0.75    {null: {}, 1: {}, else: {optim.layer_decay: VALUE,\
+ optim.layer_decay_form: beit}}
 --min_lr                  float   1e-6    schedule.min_lr
 --warmup_epochs           int     5       schedule.warmup_epochs
 --seed                    int     0       train.seed
@@ -145,6 +145,5 @@ HANDLERS: dict[str, Handler] = {
     "remode": map_erasing,
     "mixup_prob": map_mixing,
     "lr": _map_rate,
-    "layer_decay": partial(map_layer_decay, argument="layer_decay", form="beit"),
     "min_lr": _map_schedule,
 }

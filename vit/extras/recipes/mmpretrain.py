@@ -19,12 +19,7 @@ from vit.extras.recipes.command import Command
 from vit.extras.recipes.python_config import with_bases
 from vit.extras.recipes.rates import after_warmup, map_schedule
 from vit.extras.recipes.reading import Handler, Reading, crop_pct_for, reading_of
-from vit.extras.recipes.timm_common import (
-    map_initial_weights,
-    map_layer_decay,
-    map_precision,
-    not_available,
-)
+from vit.extras.recipes.timm_common import map_initial_weights, map_precision, not_available
 from vit.layers.presets import PRESETS
 
 SOURCE = "open-mmlab/mmpretrain@ee7f2e88"
@@ -411,9 +406,10 @@ def _map_groups(reading: Reading) -> None:
     """Map the layer-wise learning rates, and the parameters without weight decay."""
     path = "optim_wrapper.paramwise_cfg"
     decay = reading.settings["optim.weight_decay"]
-    layer_decay = f"{path}.layer_decay_rate"
-    if reading.get(layer_decay) is not None:
-        map_layer_decay(reading, layer_decay, "beit")
+    factor = reading.get(f"{path}.layer_decay_rate", 1)
+    by_layer = {"optim.layer_decay": factor, "optim.layer_decay_form": "beit"}
+    rest = reading.remaining(f"{path}.layer_decay_rate")
+    reading.same(rest, {} if factor in (None, 1) else by_layer)
     keys = f"{path}.custom_keys"
     decayed = []
     for part, flags in (

@@ -149,7 +149,8 @@ class Reading:
             if isinstance(choice, str):
                 self.cannot(names, choice.format(value))
             else:
-                self.same(names, choice)
+                ours = {key: value if each == "VALUE" else each for key, each in choice.items()}
+                self.same(names, ours)
         elif kind == "off":
             self.cannot(name, "" if not value or value == "none" else text)
         elif kind == "inert":

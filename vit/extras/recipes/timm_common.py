@@ -313,14 +313,6 @@ def map_clipping(reading: Reading) -> None:
         reading.same_if_used(norm is not None, "clip_mode", {}, "--clip-grad is off")
 
 
-def map_layer_decay(reading: Reading, argument: str, form: str) -> None:
-    """Map the factor for layer-wise learning rates. form: `beit` gives the last norm the head's
-    rate."""
-    factor = reading.args[argument]
-    settings = {"optim.layer_decay": factor, "optim.layer_decay_form": form}
-    reading.same(argument, {} if factor in (None, 1) else settings)
-
-
 def map_average(reading: Reading, note: str = "") -> None:
     """Map `--model-ema-decay`. note: how the use of the average differs."""
     if reading.args["model_ema"]:

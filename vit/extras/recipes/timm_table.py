@@ -126,7 +126,8 @@ _RECIPE = """
 --weight-decay            float   2e-5    optim.weight_decay
 --clip-grad               float   -       optim.clip_grad_norm
 --clip-mode               str     norm    kind of clipping
---layer-decay             float   -       layer-wise rates
+--layer-decay             float   -       {null: {}, 1: {}, else: {optim.layer_decay: VALUE,\
+ optim.layer_decay_form: timm}}
 --epochs                  int     300     train.epochs
 --stop-epoch              int     -       {null: {}, else: "a stop after {} epochs of the schedule"}
 --warmup-prefix           on      -       warm-up before --epochs

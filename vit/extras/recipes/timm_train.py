@@ -24,7 +24,6 @@ from vit.extras.recipes.timm_common import (
     map_color_jitter,
     map_erasing,
     map_initial_weights,
-    map_layer_decay,
     map_mixing,
     map_optimizer,
     map_policy,
@@ -371,8 +370,7 @@ def _map_schedule(reading: Reading) -> None:
         unused += " cooldown_epochs"
     if kind == "step":
         lr = reading.settings["optim.lr"]
-        every = args["decay_epochs"] or 90
-        at_end = timm_step(lr, args["epochs"] - 0.5, every, args["decay_rate"])
+        at_end = timm_step(lr, args["epochs"] - 0.5, args["decay_epochs"] or 90, args["decay_rate"])
         note = f"; timm's ends at {at_end:.2g}"
     shape = partial(
         timm_cosine,
@@ -477,7 +475,6 @@ HANDLERS: dict[str, Handler] = {
     "kd_model_name": _map_teacher,
     "opt": _map_optimizer,
     "clip_grad": map_clipping,
-    "layer_decay": partial(map_layer_decay, argument="layer_decay", form="timm"),
     "epochs": _map_length,
     "sched": _map_schedule,
     "model_ema_decay": map_average,

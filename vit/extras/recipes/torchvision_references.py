@@ -36,7 +36,9 @@ _RECIPE = """
 --auto-augment            str     -       augment.auto_augment, or augment.randaugment_ops
 --ra-magnitude            int     9       augment.randaugment_magnitude
 --augmix-severity         int     3       of AugMix
---random-erase            float   0.0     augment.erasing_prob
+--random-erase            float   0.0     {0: {}, else: {augment.erasing_prob: VALUE,\
+ augment.erasing_mode: const, augment.erasing_area: [0.02, 0.33],\
+ augment.erasing_aspect: [0.3, 3.3]}}
 --ra-sampler              on      -       order.aug_repeats
 --ra-reps                 int     3       order.aug_repeats
 --label-smoothing         float   0.0     loss.label_smoothing
@@ -132,18 +134,6 @@ def _map_repeats(reading: Reading) -> None:
     else:
         reading.same("ra_sampler")
         reading.inert("ra_reps", "--ra-sampler is off")
-
-
-def _map_erasing(reading: Reading) -> None:
-    """Map torchvision's RandomErasing, which fills boxes with the mean color."""
-    prob = reading.args["random_erase"]
-    settings = {
-        "augment.erasing_prob": prob,
-        "augment.erasing_mode": "const",
-        "augment.erasing_area": [0.02, 0.33],
-        "augment.erasing_aspect": [0.3, 3.3],
-    }
-    reading.same("random_erase", settings if prob else {})
 
 
 def _map_policy(reading: Reading) -> None:
@@ -263,7 +253,6 @@ HANDLERS: dict[str, Handler] = {
     "batch_size": map_batch,
     "val_crop_size": _map_view,
     "auto_augment": _map_policy,
-    "random_erase": _map_erasing,
     "ra_sampler": _map_repeats,
     "opt": _map_optimizer,
     "norm_weight_decay": _map_decay,
