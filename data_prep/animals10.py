@@ -29,7 +29,7 @@ from data_prep.command import source_command
 from data_prep.errors import PrepError, require, some
 from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import download_archive
-from data_prep.read.image_tree import unique_keys
+from data_prep.read.image_tree import Ignored, unique_keys
 from data_prep.write.catalogue import Builder, Source
 
 ENGLISH = {
@@ -154,7 +154,7 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
 
 
 def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
-    by_class, outside = _by_class(tree.file, sorted(tree.images("")))
+    by_class, outside = _by_class(tree.file, sorted(tree.images("", Ignored())))
     builder.classes(CLASS_NAMES)
     file = builder.file(tree.file)
     for label, (name, (folder, paths)) in enumerate(by_class.items()):

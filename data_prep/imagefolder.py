@@ -192,7 +192,9 @@ def _fill_held_out(
     names = tree.folders()
     _labels(tree, names)
     if unknown := [
-        name for name in names if _normalized(name) not in labels and any(tree.images(name))
+        name
+        for name in names
+        if _normalized(name) not in labels and any(tree.images(name, Ignored()))
     ]:
         raise PrepError(
             f"{tree}: these classes have no training folder: {', '.join(unknown)}; remove their"

@@ -56,9 +56,9 @@ class FolderTree:
 
     def image_folders(self) -> set[tuple[str, ...]]:
         """Return the paths of all folders that contain images, below this folder."""
-        return {tuple(path.split("/")[:-1]) for path in images_below(self.file)}
+        return {tuple(path.split("/")[:-1]) for path in images_below(self.file, Ignored())}
 
-    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+    def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
         """Yield the paths of images below `folder`, relative to `folder`.
 
         ignored: counts all other files.
@@ -103,17 +103,17 @@ class TableTree(FolderTree):
     def folders(self) -> list[str]:
         return sorted(self._by_class)
 
-    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+    def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
         for path in self._by_class[folder]:
             if image_tree.is_image(path):
                 yield path
-            elif ignored is not None:
+            else:
                 ignored.count(path)
 
     def count_stray(self, ignored: Ignored) -> None:
         in_table = set(self._paths.values())
-        without_row = (path for path in images_below(self.file) if path not in in_table)
-        ignored.without_row += [f"{self.file}/{path}" for path in without_row]
+        images = images_below(self.file, Ignored())
+        ignored.without_row += [f"{self.file}/{path}" for path in images if path not in in_table]
 
     def places(self, paths: Sequence[str]) -> Members:
         return super().places([self._paths[path] for path in paths])
@@ -211,14 +211,14 @@ class ArchiveTree:
         return sorted(self._folders)
 
     def image_folders(self) -> set[tuple[str, ...]]:
-        return {tuple(path.split("/")[:-1]) for path in self.images("")}
+        return {tuple(path.split("/")[:-1]) for path in self.images("", Ignored())}
 
-    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+    def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
         tree = self.below(folder) if folder else self
         for name in sorted(tree._files):
             if name.lower().endswith(EXTENSIONS):
                 yield name
-            elif ignored is not None:
+            else:
                 ignored.count(name)
         for name in tree.folders():
             for path in tree.images(name, ignored):

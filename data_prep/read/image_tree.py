@@ -108,7 +108,7 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
 
 
 def images_below(
-    folder: Path, ignored: Ignored | None = None, takes: Callable[[str], bool] = is_image
+    folder: Path, ignored: Ignored, takes: Callable[[str], bool] = is_image
 ) -> Iterator[str]:
     """Yield the paths of all images below `folder`, or of all files that `takes` accepts.
 
@@ -129,7 +129,7 @@ def images_below(
             path = os.path.join(current, name)
             if takes(path):
                 yield prefix + name
-            elif ignored is not None:
+            else:
                 ignored.count(path)
 
 

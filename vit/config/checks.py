@@ -263,8 +263,11 @@ def _void_in_sources(config: Config) -> Iterator[Problem]:
     data = config.data
     for key in Selection.model_fields if data.sources else ():
         if _is_given(data, key):
-            text = f"data.{key} has no effect with data.sources: set it in each source"
-            yield Problem(text, (f"data.{key}",), ("data.sources",))
+            yield Problem(
+                f"data.{key} has no effect with data.sources: set it in each source",
+                (f"data.{key}",),
+                ("data.sources",),
+            )
     for number, source in enumerate(data.sources):
         yield from _void(config, source, f"data.sources[{number}].")
 

@@ -69,8 +69,7 @@ class OtherSizes(nn.ModuleDict):
 
     def find(self, images: Tensor) -> AtSize | None:
         """Return the positions for `images`, (B, C, H, W), or None if their size was not added."""
-        name = _name(images.shape[2], images.shape[3])
-        return getattr(self, name, None)
+        return getattr(self, _name(images.shape[2], images.shape[3]), None)
 
     def add(self, image_size: tuple[int, int], at_size: AtSize) -> None:
         """Add the positions for images of `image_size` = (height, width)."""

@@ -32,9 +32,7 @@ def undrawn() -> Iterator[None]:
 
     def instead_of(draw: Any) -> Any:
         def leave(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if isinstance(tensor, nn.Parameter):
-                return tensor
-            return draw(tensor, *args, **kwargs)
+            return tensor if isinstance(tensor, nn.Parameter) else draw(tensor, *args, **kwargs)
 
         return leave
 

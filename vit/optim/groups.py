@@ -114,9 +114,7 @@ def layer_numbers(model: nn.Module, form: str) -> dict[str, int]:
             return 0
         if name.startswith("blocks."):
             return int(name.split(".")[1]) + 1
-        if form == "timm" and name.startswith("norm."):
-            return depth
-        return depth + 1
+        return depth if form == "timm" and name.startswith("norm.") else depth + 1
 
     return {name: number(name) for name in names}
 

@@ -11,7 +11,6 @@ counted.
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from vit.layers.precision import AUTOCAST_DTYPE
+from vit.system.device_memory import now_s
 from vit.system.gpus import find_device
 from vit.training.model_summary import flops_per_image, frozen_flops_per_image
 
@@ -115,17 +115,10 @@ def measure_peak(device: torch.device, precision: str, size: int | None = None) 
     a = torch.randn(size, size, generator=generator, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(GEMM_TRIES):  # the first call may load the library
-        began_s = _now_s(device)
+        began_s = now_s(device)
         torch.mm(a, a)
-        best_s = min(best_s, _now_s(device) - began_s)
+        best_s = min(best_s, now_s(device) - began_s)
     del a
     if on_gpu:
         torch.cuda.empty_cache()
     return Peak(2 * size**3 / best_s / 1e12, "measured")
-
-
-def _now_s(device: torch.device) -> float:
-    """Wait until the device has done all queued work, and return the time."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

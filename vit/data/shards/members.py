@@ -128,11 +128,8 @@ class SampleLayout:
     def label_of(self, data: bytes) -> int:
         """Return the label from the content of a label member. Raises InvalidSample."""
         suffix, colon, field = self.label.partition(":")
-        value: Any
-        if colon:
-            value = _json_field(data, suffix, field)
-        else:
-            value = data.decode("utf-8-sig", "replace")
+        plain = data.decode("utf-8-sig", "replace")
+        value: Any = _json_field(data, suffix, field) if colon else plain
         number = as_integer(value)
         if number is not None and number >= 0:
             return number

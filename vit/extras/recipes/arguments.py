@@ -94,8 +94,7 @@ class Table(NamedTuple):
 
     def flag_of(self, name: str) -> str:
         """Return the flag that messages use for the argument `name`."""
-        flags = next(a.flags for a in self.arguments if a.name == name)
-        return max(flags, key=len)
+        return max(next(a.flags for a in self.arguments if a.name == name), key=len)
 
 
 class ParsedArguments(NamedTuple):

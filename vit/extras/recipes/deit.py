@@ -338,9 +338,12 @@ def _map_three_augment(reading: Reading) -> None:
 
 
 def _map_repeats(reading: Reading) -> None:
-    repeats = 3 if reading.args["repeated_aug"] else 1
-    text = "a single process without torchrun uses a random sampler"
-    map_repeats(reading, "repeated_aug", repeats, text)
+    map_repeats(
+        reading,
+        "repeated_aug",
+        3 if reading.args["repeated_aug"] else 1,
+        "a single process without torchrun uses a random sampler",
+    )
 
 
 def _map_interpolation(reading: Reading) -> None:

@@ -55,15 +55,14 @@ def map_batch(reading: Reading) -> None:
     steps: int = args.get("accum_iter", max(1, args.get("grad_accum_steps", 1)))
     if steps > 1:
         formula += f" x {steps}"
-    text = "" if reading.num_gpus else "1 GPU is assumed: pass --gpus N to change the number"
+    texts = [] if reading.num_gpus else ["1 GPU is assumed: pass --gpus N to change the number"]
     if args.get("grad_accum_steps", 1) > 1:
-        rest = (
+        texts.append(
             "timm also trains on an epoch's last batches that fill no step, this project does not"
         )
-        text = f"{text}; {rest}" if text else rest
     names = [name for name in ("batch_size", "grad_accum_steps", "accum_iter") if name in args]
     batch = {"data.global_batch_size": size * gpus * steps}
-    reading.same(" ".join(names), batch, formula, text)
+    reading.same(" ".join(names), batch, formula, "; ".join(texts))
 
 
 def map_policy(reading: Reading, interpolation: str | None = None, name: str = "aa") -> None:

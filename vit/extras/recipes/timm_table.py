@@ -95,9 +95,9 @@ _RECIPE = """
 --bce-loss                on      -       loss
 --bce-sum                 on      -       loss
 --bce-target-thresh       float   -       loss
---bce-pos-weight          float   -       loss
+--bce-pos-weight          float   -       off: a weight for positive targets
 --loss                    str     -       loss
---loss-pos-weight         str     -       loss
+--loss-pos-weight         str     -       off: a weight for positive targets
 --loss-class-weight       str     -       off: weights of classes in the loss
 --loss-weight-power       float   1.0     inert: only for weights by the frequency of classes
 --class-stats             str     -       inert: only for weights by the frequency of classes
@@ -107,7 +107,7 @@ _RECIPE = """
  refuse: "this task is not available: expected classification"}
 --kd-model-name           str     -       distillation
 --kd-distill-type         str     logit   distillation
---kd-loss-type            str     kl      distillation
+--kd-loss-type            str     kl      -
 --task-loss-weight        float   -       distillation
 --distill-loss-weight     float   -       distillation
 --kd-temperature          float   4.0     distillation

@@ -196,8 +196,12 @@ def _map_color_jitter_prob(reading: Reading) -> None:
 
 
 def _map_repeats(reading: Reading) -> None:
-    repeats = int(reading.args["aug_repeats"])
-    map_repeats(reading, "aug_repeats", repeats, "a single process has no distributed sampler")
+    map_repeats(
+        reading,
+        "aug_repeats",
+        int(reading.args["aug_repeats"]),
+        "a single process has no distributed sampler",
+    )
 
 
 def _map_interpolation(reading: Reading) -> None:
@@ -225,9 +229,6 @@ def _map_loss(reading: Reading) -> None:
         names = "bce_sum bce_target_thresh bce_pos_weight loss_pos_weight"
         reading.inert(names, "the loss is not binary cross-entropy")
         return
-    has_weight = args["bce_pos_weight"] or args["loss_pos_weight"]
-    weight = "a weight for positive targets" if has_weight else ""
-    reading.cannot("bce_pos_weight loss_pos_weight", weight)
     threshold = args["bce_target_thresh"]
     names = "bce_loss loss bce_sum bce_target_thresh"
     if threshold is not None and threshold < args["smoothing"] / 1000:
@@ -261,12 +262,12 @@ def _note_rate_for_sgd(reading: Reading, lr: float) -> None:
     """Add a note if Adam or LAMB runs with timm's default learning rate, which is meant for SGD."""
     is_adaptive = reading.settings["optim.name"] in ("adamw", "nadamw", "lamb")
     if is_adaptive and not reading.stated & {"lr", "lr_base"} and lr >= 0.01:
-        text = (
-            f"note: the command has neither --lr nor --lr-base, so timm's default gives a learning"
-            f" rate of {lr:g}, which suits SGD and is usually far too high for"
-            f" {reading.args['opt']}: pass --lr"
+        reading.same(
+            "",
+            text="note: the command has neither --lr nor --lr-base, so timm's default gives a"
+            f" learning rate of {lr:g}, which suits SGD and is usually far too high for"
+            f" {reading.args['opt']}: pass --lr",
         )
-        reading.same("", text=text)
 
 
 _OF_TEACHER = (
@@ -302,7 +303,6 @@ def _map_teacher(reading: Reading) -> None:
     weights = {"distill.task_loss_weight": of_task, "distill.distill_loss_weight": of_teacher}
     reading.same("task_loss_weight distill_loss_weight", weights)
     reading.inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
-    reading.same("kd_loss_type")
     has_two_heads = "model.dist_token" in reading.settings
     if distill_type == "token" and not has_two_heads:
         raise ValueError(
@@ -440,9 +440,8 @@ def _map_cooldown(reading: Reading) -> None:
 
 
 def _map_ema_warmup(reading: Reading) -> None:
-    args = reading.args
-    warmup = {"ema.warmup": 2 / 3} if args["model_ema_warmup"] else {}
-    is_used = args["model_ema"] or not warmup
+    warmup = {"ema.warmup": 2 / 3} if reading.args["model_ema_warmup"] else {}
+    is_used = reading.args["model_ema"] or not warmup
     reading.same_if_used(is_used, "model_ema_warmup", warmup, "the average is off")
 
 
