@@ -160,8 +160,6 @@ def choose_columns(
     # A column named `label` is preferred to a caption, even if its type is not accepted.
     labels = list(features.class_names) or suitable or usual or texts_or_integers
     label = choose_column(path, "--label-column", label, labels, names)
-    if problem := label_problem(schema, label):
-        raise PrepError(f"{path}: {label} {problem}")
     images = [name for name in images if name != label]
     if not images and image is None:
         raise PrepError(

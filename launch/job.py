@@ -155,10 +155,9 @@ def judge(
         return AGAIN, f"stopped and saved ({checkpoint})"
     if after is None or before is None:
         # Ranks report an unreachable store as a user mistake, which would prevent a retry.
-        text = "the store does not show whether a newer checkpoint exists"
-        if signal_name:
-            return AGAIN, f"ended by {signal_name}; {text}"
-        return ACCIDENT, f"failed; {text}"
+        how = f"ended by {signal_name}" if signal_name else "failed"
+        text = f"{how}; the store does not show whether a newer checkpoint exists"
+        return AGAIN if signal_name else ACCIDENT, text
     if after != before:
         return AGAIN, f"failed, but advanced from {before or 'the start'} to {checkpoint}"
     if outcome == "mistake":

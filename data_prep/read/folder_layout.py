@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from data_prep.errors import PrepError, counted, some
 from data_prep.read.class_tree import TableTree, Tree
-from data_prep.read.split_names import means_unlabelled, split_of, splits_of_folders
+from data_prep.read.split_names import UNLABELLED, split_of, splits_of_folders
 
 LAYOUTS = ("splits", "classes")
 Folder = tuple[str, ...]
@@ -72,7 +72,7 @@ def read_layout(
             _check_classes(tree, folders, base)
         folder_of = {"train": base if with_classes else ()}
     else:
-        if not (choice or all(map(means_unlabelled, others))):
+        if not (choice or all(map(UNLABELLED.search, others))):
             raise PrepError(
                 f"{tree}: two readings are possible. With --layout splits, {some(sorted(splits))}"
                 f" are the splits, the classes are {some(sorted(in_train))}, and the images in"
@@ -123,7 +123,7 @@ def _is_unlabelled(
     """Return whether a test folder has images, but neither class folders nor a table of classes."""
     names = _names(folders, test)
     has_classes = isinstance(_at(root, test), TableTree) or any(
-        name in classes or not (name in test or split_of(name) or means_unlabelled(name))
+        name in classes or not (name in test or split_of(name) or UNLABELLED.search(name))
         for name in names
     )
     return (test in folders or bool(names)) and not has_classes

@@ -18,9 +18,10 @@ SPLIT_WORDS = {
 }
 _FILLER = r"sets?|data|images?|imgs?|folder|split|photos?|pictures?|[\W\d_]"
 _WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_WORDS)})(?=$|{_FILLER})")
-_UNLABELLED = re.compile(
-    r"(?<![^\W\d_])(pred|prediction|unlabell?ed|no.?label|unknown)s?(?![^\W\d_])"
+UNLABELLED = re.compile(
+    r"(?<![^\W\d_])(pred|prediction|unlabell?ed|no.?label|unknown)s?(?![^\W\d_])", re.IGNORECASE
 )
+"""Matches names of folders which mean that the images have no labels."""
 
 
 def split_of(name: str) -> str | None:
@@ -45,8 +46,3 @@ def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
         if "train" not in found.values() and {"train"} < set(group.values()):
             found |= group
     return found
-
-
-def means_unlabelled(name: str) -> bool:
-    """Return whether the name of a folder says that its images have no labels."""
-    return _UNLABELLED.search(name.lower()) is not None

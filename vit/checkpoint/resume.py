@@ -112,8 +112,12 @@ def rate_notes(info: dict[str, Any], config: Config, data: RunData, state: RunSt
     if state.is_over(data.plan) or abs(old - unchanged) <= NOTABLE_JUMP * old:
         return Notes()
     new = rates(config, data.plan)[0](state.step)
-    text = f"note: the learning rate goes from {old:.3g} to {new:.3g} at step {state.step}"
-    return Notes(lines=(f"{text}, because the schedule changed",))
+    return Notes(
+        lines=(
+            f"note: the learning rate goes from {old:.3g} to {new:.3g} at step {state.step},"
+            " because the schedule changed",
+        )
+    )
 
 
 def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:

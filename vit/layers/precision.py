@@ -29,9 +29,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which autocast is off on `device`."""
-    if device.type == "meta":  # the meta device has no autocast
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    # The meta device has no autocast.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def weight_dtype(*modules: nn.Module) -> torch.dtype:

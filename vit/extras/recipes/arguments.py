@@ -15,6 +15,7 @@ The rule states how the argument is mapped (`vit.extras.recipes.reading.Reading.
     {0: {}, else: {optim.lr: VALUE}, ...}    the same; VALUE stands for the value
     {ce: {}, refuse: expected ce}   the same; all other values are an error
     off: vertical flips      supported only if it is off; the text names the missing feature
+    differs: shuffles {:,} images at a time     similar unless it is off; the text has the value
     inert: --sched is off    no effect in the source program, for this reason
     evaluates: --eval        an error, because the script then only evaluates
     -                        supported with any value, without a setting

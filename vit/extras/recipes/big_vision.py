@@ -39,7 +39,8 @@ RULES = make_table(
 input.batch_size               required  -  data.global_batch_size
 total_steps                    int    -     train.steps, or train.epochs
 input.data.split               str    train   data.train_split
-input.shuffle_buffer_size      int    -     order of the samples
+input.shuffle_buffer_size      int    -     differs: big_vision shuffles in a buffer of {:,},\
+ this project over all data
 seed                           int    0     train.seed
 model_name model.variant       str    -     model.name
 model.pool_type                str    gap   {tok: {model.no_embed_class: true},\
@@ -145,13 +146,6 @@ def _map_split(reading: Reading) -> None:
     else:
         text = f"training on {split}: write these images as a split, and set data.train_split to it"
         reading.cannot("input.data.split", text)
-
-
-def _map_shuffling(reading: Reading) -> None:
-    size = reading.get("input.shuffle_buffer_size")
-    if size is not None:
-        text = f"big_vision shuffles in a buffer of {size:,}, this project over all data"
-        reading.differs("input.shuffle_buffer_size", text)
 
 
 def _parts(reading: Reading, split: str) -> dict[str, Any]:
@@ -327,7 +321,6 @@ def _map_schedule(reading: Reading) -> None:
 HANDLERS: dict[str, Handler] = {
     "total_steps": _map_length,
     "input.data.split": _map_split,
-    "input.shuffle_buffer_size": _map_shuffling,
     "model_name": _map_model,
     "model.rep_size": _map_head,
     "model_init": _map_start,

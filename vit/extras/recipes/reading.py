@@ -151,6 +151,8 @@ class Reading:
             else:
                 ours = {key: value if each == "VALUE" else each for key, each in choice.items()}
                 self.same(names, ours)
+        elif kind == "differs":
+            self.differs(names, text.format(value) if value else "")
         elif kind == "off":
             self.cannot(name, "" if not value or value == "none" else text)
         elif kind == "inert":

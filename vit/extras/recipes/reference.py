@@ -341,8 +341,12 @@ class ReferenceCurve(Hook):
         if not self._comparison.is_of_other_data:
             return Notes()
         self._is_recorded = True
-        note = f"note: eval.reference={config.eval.reference} is not compared"
-        return Notes(lines=(f"{note}: {self._comparison.refusal}",))
+        return Notes(
+            lines=(
+                f"note: eval.reference={config.eval.reference} is not compared:"
+                f" {self._comparison.refusal}",
+            )
+        )
 
     def begin(self, run: Run) -> None:
         """Log the published curve and its differences from this run, unless the run is finished."""

@@ -359,8 +359,9 @@ def _map_schedule(reading: Reading) -> None:
         kept = ("interval", "warmup_epochs", "warmup_lr") if has_warmup else ()
         ours = {f"schedule.{key}": settings[f"schedule.{key}"] for key in kept}
         reading.same(names, {"schedule.name": "constant", **ours})
-        rest = f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs"
-        reading.inert(rest, "the rate is constant")
+        reading.inert(
+            f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs", "the rate is constant"
+        )
         return
     unused = f"decay_epochs lr_decay_fn {of_step}"
     note = ""
