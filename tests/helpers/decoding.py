@@ -4,12 +4,13 @@ import io
 import os
 import struct
 import zlib
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from vit.data.decode import native
 
@@ -88,6 +89,23 @@ def gray_tiff(values: np.ndarray, num_bits: int, photometric: int = 1) -> bytes:
     entries = [struct.pack("<HHII", tag, 4, 1, tags[tag]) for tag in sorted(tags)]
     directory = struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4)
     return struct.pack("<2sHI", b"II", 42, 8 + len(content)) + content + directory
+
+
+def planar_tiff(planes: np.ndarray, photometric: int = 2, compressed: bool = False) -> bytes:
+    """Return a little-endian TIFF of planes (channels, H, W), one after another (TIFF 6.0)."""
+    channels, height, width = planes.shape
+    strips = [plane.astype(planes.dtype.newbyteorder("<")).tobytes() for plane in planes]
+    if compressed:
+        strips = [zlib.compress(strip) for strip in strips]
+    sizes = [len(strip) for strip in strips]
+    bits = planes.dtype.itemsize * 8
+    directory = TiffImagePlugin.ImageFileDirectory_v2(prefix=b"II")
+    tags = {256: width, 257: height, 258: (bits,) * channels, 259: 8 if compressed else 1}
+    tags |= {262: photometric, 277: channels, 278: height, 279: tuple(sizes), 284: 2}
+    tags[273] = tuple(accumulate(sizes[:-1], initial=0))  # relative to the end of the directory
+    for tag, value in tags.items():
+        directory[tag] = value
+    return struct.pack("<2sHI", b"II", 42, 8) + directory.tobytes(8) + b"".join(strips)
 
 
 def sixteen_bit_png(values: np.ndarray, significant_bits: int | None = None) -> bytes:

@@ -13,7 +13,7 @@ import zlib
 import numpy as np
 import pytest
 from data.decode.fuzz_images import Comparison, encoded, fuzz, kinds, picture, png, without_native
-from decoding import gray_tiff, sixteen_bit_png
+from decoding import gray_tiff, planar_tiff, sixteen_bit_png
 from PIL import EpsImagePlugin, Image
 
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
@@ -143,6 +143,18 @@ def test_gray_is_scaled_by_the_range_that_the_file_states(data):
     assert "no value above" not in str(prepared.change)
 
 
+PLANES = np.stack([SIXTEEN, SIXTEEN[::-1], SIXTEEN[:, ::-1]])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [planar_tiff((PLANES >> 8).astype(np.uint8)), planar_tiff(PLANES, compressed=True)],
+    ids=["8 bits", "16 bits, compressed"],
+)
+def test_planes_of_colors_are_decoded(data):
+    assert np.abs(decode(data) - (PLANES >> 8).transpose(1, 2, 0).astype(float)).max() <= 1
+
+
 @pytest.mark.parametrize(
     ("color_type", "channels"),
     [(2, [0, 1, 2]), (4, [0, 0, 0]), (6, [0, 1, 2])],
@@ -267,6 +279,15 @@ BEYOND = {
         "more than|exceed the limit",
     ),
     "floats": (encoded(picture(8, 8, "F"), "TIFF"), "the range of pixels of mode F is unknown"),
+    "planes of 16 bits": (planar_tiff(PLANES), "misreads uncompressed TIFFs with one plane"),
+    "an inverted plane": (
+        planar_tiff((PLANES[:1] >> 8).astype(np.uint8), photometric=0),
+        "misreads uncompressed TIFFs with one plane",
+    ),
+    "a TIFF of 14 bits": (
+        gray_tiff(SIXTEEN >> 2, 14),
+        "a TIFF of too many bits or bands for Pillow",
+    ),
     "huge tiles": (huge_tiles(), f"40000 x 40000 pixels exceed the limit of {MAX_PIXELS}"),
     "nothing": (b"", "0 bytes"),
 }

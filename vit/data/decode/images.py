@@ -116,6 +116,14 @@ def open_image(data: bytes) -> Image.Image:
         raise ValueError(_why_not(data, error)) from None
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
     _check_size(tile_width, tile_height, is_jpeg=False)
+    is_planar = tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2 and "'raw'" in str(image.tile)
+    has_white_0 = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO
+    # For a plane, Pillow uses only the first letter of the pixel format, such as I of I;16.
+    if is_planar and (has_white_0 or tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0] != 8):
+        raise ValueError(
+            "Pillow misreads uncompressed TIFFs with one plane per color, except in 8 bits:"
+            " compress the image without loss (tiffcp -c lzw), or convert it to 8 bits"
+        )
     if image.mode in ("I", "F") and not _is_16_bit(image):
         raise ValueError(
             f"the range of pixels of mode {image.mode} is unknown: scale them to 8 bits first"
@@ -147,9 +155,11 @@ def _why_not(data: bytes, error: Exception) -> str:
             return f"not an image but {kind}"
         if HEIC_MAGIC.match(data) and not READS_HEIF:
             return f"HEIC photos cannot be read; {how_to_convert('.heic')}"
+        is_tiff = data.startswith((b"II*", b"II+", b"MM\0"))
         return (
             f"not an image; expected one of {', '.join(_formats())}, but the data begin with"
             f" {data[:16]!r}"
+            f"{': a TIFF of too many bits or bands for Pillow; convert it to 8 bits' * is_tiff}"
         )
     return str(error) or type(error).__name__
 
