@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,6 +30,10 @@ from vit.data.decode.image_files import EXTENSIONS
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
 """The table column that contains file paths, relative to the table's folder."""
+
+_CLASS_TABLE = re.compile(  # a table whose first line names files and classes
+    rf'(?=.*\b{FILE_NAME}\b)(?=.*(^|[,"])({"|".join(LABEL_NAMES)})"?\s*[,:\r\n])'.encode(), re.I
+)
 
 
 class FolderTree:
@@ -141,28 +146,32 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
             f"{table}: {label} has several values in a row ({str(lists[0])[:40]}); vitline trains"
             " with one class per image: choose another column with --label-column"
         )
-    by_class: dict[str, list[str]] = {}
+    class_of: dict[str, str] = {}
     wrong = []
     for row in rows:
         # A row of metadata.jsonl may lack a field that the first row has.
         name = os.path.normpath(row.get(FILE_NAME) or "")
         value = "" if row.get(label) is None else str(row[label]).strip()
-        if not value or name.startswith(("..", "/")) or not (path / name).is_file():
+        is_present = not name.startswith(("..", "/")) and (path / name).is_file()
+        if not value or not is_present or class_of.setdefault(name, value) != value:
             wrong.append(f"{row.get(FILE_NAME)} ({value or 'no label'})")
-        else:
-            by_class.setdefault(value, []).append(name)
     if wrong:
         raise PrepError(
-            f"{table}: {len(wrong):,} of {len(rows):,} rows have no label, or name a file that is"
-            f" missing from the folder: {some(wrong)}; add the labels and files, or remove these"
-            " rows"
+            f"{table}: {len(wrong):,} of {len(rows):,} rows have no label, have another label than"
+            f" an earlier row of the same file, or name a file that is missing from the folder:"
+            f" {some(wrong)}; correct or remove these rows"
         )
+    by_class: dict[str, list[str]] = {}
+    for name, value in class_of.items():
+        by_class.setdefault(value, []).append(name)
     return TableTree(path, label_column, by_class)
 
 
 def _rows_of(table: Path) -> list[dict[str, Any]]:
-    damage = (UnicodeError, csv.Error, ValueError)
-    with readable(table, damage, "not a table"), open(table, encoding="utf-8-sig") as file:
+    with (
+        readable(table, (UnicodeError, csv.Error, ValueError), "not a table"),
+        open(table, encoding="utf-8-sig") as file,
+    ):
         if table.suffix == ".csv":
             return list(csv.DictReader(file))
         return [json.loads(line) for line in file if line.strip()]
@@ -246,7 +255,7 @@ def open_tree(path: Path, label_column: str | None = None) -> Tree:
 
 
 def _list_archive(path: Path) -> ArchiveTree:
-    """Return the visible files of an archive."""
+    """Return the visible files of an archive. Raises PrepError for a table of classes in it."""
     members, read = walk_archive(path)
     tree = ArchiveTree(path, read, {})
     for batch in members:
@@ -254,6 +263,12 @@ def _list_archive(path: Path) -> ArchiveTree:
             parts = [part for part in name.split("/") if part not in ("", ".")]
             if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
                 tree.add(parts, (name, int(offset), int(size)))
+                table = Sample("", 0, name, str(path), int(offset), int(size))
+                if parts[-1] in METADATA and _CLASS_TABLE.match(read(table)):
+                    raise PrepError(
+                        f"{path}: {'/'.join(parts)} lists the class of each image, and is read"
+                        " only from a folder: unpack the archive, and pass the folder"
+                    )
     return tree
 
 

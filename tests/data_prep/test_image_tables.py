@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -103,6 +104,36 @@ def test_a_column_may_be_named(tmp_path):
     write_csv(tmp_path / "in" / "metadata.csv", listed)
     info = prepared(tmp_path / "in", tmp_path / "out", "--label-column", "breed")
     assert info["class_names"] == ["a", "a/b", "c"]
+
+
+def test_a_file_is_listed_once_or_with_the_same_label(tmp_path, capsys):
+    write_images(tmp_path / "in", list(CLASSES))
+    listed = [*rows(CLASSES), {"file_name": "./0.jpg", "label": " a"}]
+    write_csv(tmp_path / "in" / "metadata.csv", listed)
+    assert prepared(tmp_path / "in", tmp_path / "out")["listed"] == {"train": 27, "val": 3}
+    write_csv(tmp_path / "in" / "metadata.csv", [*listed, {"file_name": "0.jpg", "label": "c"}])
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "more")]) == 2
+    error = capsys.readouterr().err
+    assert "1 of 32 rows have no label, have another label than an earlier row" in error
+    assert error.endswith(": 0.jpg (c); correct or remove these rows\n")
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_a_table_of_classes_in_an_archive_is_an_error(tmp_path, capsys, kind):
+    """The folders in it may have other meanings, so its classes would differ from the table's."""
+    names = [f"photos/{place}/{n}.jpg" for place in ("indoors", "outdoors") for n in range(2)]
+    write_images(tmp_path / "in", names)
+    table = tmp_path / "in" / "photos" / "metadata.jsonl"
+    captions = [{"file_name": name.removeprefix("photos/"), "text": "a class"} for name in names]
+    for listed, status in ((captions, 0), ([{**row, "label": "a"} for row in captions], 2)):
+        table.write_text("".join(f"{json.dumps(row)}\n" for row in listed))
+        archive = shutil.make_archive(str(tmp_path / f"{status}"), kind, tmp_path / "in")
+        out = tmp_path / f"out-{status}"
+        assert main([archive, "--out", str(out), "--workers", "1"]) == status
+    assert capsys.readouterr().err == (
+        f"error: {archive}: photos/metadata.jsonl lists the class of each image, and is read only"
+        " from a folder: unpack the archive, and pass the folder\n"
+    )
 
 
 def test_a_row_with_several_labels_or_without_the_field_is_an_error(tmp_path, capsys):

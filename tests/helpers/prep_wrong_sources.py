@@ -290,10 +290,13 @@ ARCHIVES = {
     "classes in val that train has not": imagefolder(
         filled("train/cat", "train/dog", "val/cat", "val/ant")
     ),
-    "a `metadata.csv` with rows that lack a label, or name a file that is not there": imagefolder(
+    "a `metadata.csv` with rows without label, with two labels, or of a missing file": imagefolder(
         lambda: (
             filled("cat")()
-            | {"in/metadata.csv": b"file_name,label\ncat/1.jpg,cat\n0.jpg,\ngone.jpg,cat\n"}
+            | {
+                "in/metadata.csv": b"file_name,label\ncat/1.jpg,cat\n"
+                b"cat/1.jpg,dog\n0.jpg,\ngone.jpg,cat\n"
+            }
         )
     ),
     "class folders beside `train`, or a class named `train`": imagefolder(
@@ -305,6 +308,9 @@ ARCHIVES = {
     "two folders of the same split": imagefolder(filled("train/cat", "val/cat", "valid/cat")),
     "`--layout splits` without a folder train": imagefolder(
         filled("cat", "dog"), flags=("--layout", "splits")
+    ),
+    "an archive with a table of classes": imagefolder(
+        lambda: {"in": zip_of({"photos/metadata.csv": b"file_name,label\n1.jpg,cat\n"})}
     ),
     "an archive without images in folders": imagefolder(lambda: {"in": zip_of({"1.txt": b"x"})}),
     "`--sha256` without `--download`": imagefolder(
@@ -600,7 +606,7 @@ OF_FOLDERS = {
     ),
     "a table with a path that leads out": imagefolder(
         lambda: {"in/1.jpg": b"", "in/metadata.csv": b"file_name,label\n1.jpg,a\n../1.jpg,b\n"},
-        r"no label, or name a file that is missing from the folder: ../1.jpg \(b\)",
+        r"or name a file that is missing from the folder: ../1.jpg \(b\)",
     ),
 }
 OF_ANIMALS = {
