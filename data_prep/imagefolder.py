@@ -162,9 +162,9 @@ def _fill(
             f"{train}: contains only one class ({', '.join(names)}); expected at least two class"
             " folders"
         )
-    builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
     for split, tree in zip(list(layout.trees)[1:], held_out, strict=True):
         _fill_held_out(split, tree, labels, ignored, builder)
+    builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
     _check_ignored(ignored, max_unreadable, layout, builder)
 
 

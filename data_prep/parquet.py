@@ -316,10 +316,11 @@ def _fill(
                 keys=[f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
             )
             first += len(stems)
+    held_out = 0.0
     if not builder.count("val").any():
         held_out = VAL_FRACTION if val_fraction is None else val_fraction
         builder.hold_out("train", "val", held_out)
-        builder.report_held_out("val", held_out, "--val-fraction {}")
+    builder.report_held_out("val", held_out, "--val-fraction {}")
 
 
 # ---- the command ---------------------------------------------------------------------------------

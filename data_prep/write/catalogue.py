@@ -291,24 +291,28 @@ class Builder:
     def report_held_out(self, split: str, fraction: float, flag: str) -> None:
         """Report the classes of train without an image in `split`, or a val that is small.
 
-        fraction: the fraction of each class that was held out. flag: the command-line flag that
-        sets it, with {} in place of the value.
+        fraction: the fraction of each class that was held out, 0 if the source has the split or
+        nothing was held out. flag: the command-line flag that sets it, with {} in place of the
+        value.
         """
         held = self.count(split)
-        counts = self.count("train")[held == 0].tolist()
+        lacking = np.flatnonzero((held == 0) & (self.count("train") > 0))
+        counts = self.count("train")[lacking].tolist()
+        names = [self.class_names[label] for label in lacking]
         if fraction and counts:
             # A class of n images has one in `split` if fraction * n exceeds 0.5.
             larger = [count for count in counts if count > 1]
             fitting = f"use {flag.format((10 // min(larger) + 1) / 20)} or " if larger else ""
-            names = [self.class_names[label] for label in np.flatnonzero(held == 0)]
+            slices = ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
             self.report(
                 f"{split} has no image of {some(names)}, because {fraction:.3g} of up to"
                 f" {max(counts)} images rounds to 0: {fitting}add images"
-                + (
-                    ""
-                    if held.any()
-                    else ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
-                )
+                f"{'' if held.any() else slices}"
+            )
+        elif counts and held.any():
+            self.report(
+                f"{split} has no image of {some(names)}, so its accuracy does not cover all"
+                f" classes: add images, or remove {split} to hold out a part of train"
             )
         elif split == "val" and 0 < fraction < 0.2 and held.sum() < 100:
             self.report(

@@ -63,6 +63,32 @@ def test_the_printed_fraction_gives_each_class_an_image(name, counts, lacking, t
     assert "has no image of" not in capsys.readouterr().out
 
 
+def test_a_given_val_without_a_class_is_reported(tmp_path, capsys):
+    """A note also names the classes of the held-out split that an empty folder stands for."""
+    for split, counts in {"train": {"a": 4, "b": 4, "c": 4}, "val": {"a": 2}}.items():
+        folder_of(counts, tmp_path / split)
+    (tmp_path / "val" / "in" / "b").mkdir()
+    new_catalogue(imagefolder.source(tmp_path), tmp_path / "catalogue", seed=0)
+    line = (
+        "val has no image of b, c, so its accuracy does not cover all classes: add images, or"
+        " remove val to hold out a part of train"
+    )
+    assert line in capsys.readouterr().out
+
+    parquet_file({"a": 4, "b": 4}, tmp_path).rename(tmp_path / "train.parquet")
+    parquet_file({"a": 2}, tmp_path).rename(tmp_path / "val.parquet")
+    new_catalogue(parquet.source(tmp_path), tmp_path / "second", seed=0)
+    assert line.replace("b, c", "b") in capsys.readouterr().out
+
+
+def test_classes_without_training_images_are_not_said_to_be_rounded(tmp_path, capsys):
+    parquet_file({"a": 20, "b": 20}, tmp_path).rename(tmp_path / "train.parquet")
+    parquet_file({"c": 2}, tmp_path).rename(tmp_path / "test.parquet")
+    source = parquet.source(tmp_path, val_fraction=0.1, allow_partial=True)
+    new_catalogue(source, tmp_path / "catalogue", seed=0)
+    assert "rounds to 0" not in capsys.readouterr().out
+
+
 def test_classes_of_one_image_need_more_images(tmp_path, capsys):
     source = imagefolder.source(folder_of({"a": 1, "b": 1}, tmp_path))
     new_catalogue(source, tmp_path / "catalogue", seed=0)
