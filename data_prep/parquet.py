@@ -6,8 +6,8 @@
 SOURCE is a folder of files such as `train-00000-of-00003.parquet`, or one file. The names of files
 or of their folders (`train/0000.parquet`) determine the splits. `validation`, `val` or `dev`
 becomes val. Without any of these, `test` becomes val. Without `test`, a tenth of each training
-class becomes val. An evaluation split is skipped if none of its images has a label (all are null or
--1).
+class becomes val. An evaluation split is skipped if none of its images has a label (all are null,
+-1 or empty).
 
 The schema of the first file or `dataset_info` in README.md names the image and label columns.
 Otherwise the image is the column of bytes. Each file records its own class names, so labels are
@@ -44,7 +44,7 @@ from data_prep.read.parquet import (
 from data_prep.read.split_names import SPLIT_WORDS
 from data_prep.write.catalogue import Builder, Source
 
-NO_LABEL = (None, -1)
+NO_LABEL = (None, -1, "")
 """The values that mean a missing label. Data sets on Hugging Face use -1 for secret labels."""
 
 
@@ -193,8 +193,8 @@ def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any])
         counts = sum((file.counts for file in of_split), Counter[Any]())
         if lacking := sum(counts[value] for value in NO_LABEL):
             problems.append(
-                f"{split}: {lacking:,} of {counts.total():,} images have no label (null or -1):"
-                " remove these rows"
+                f"{split}: {lacking:,} of {counts.total():,} images have no label (null, -1 or"
+                " empty): remove these rows"
             )
     if len(classes) < 2:
         problems.append(
@@ -284,13 +284,15 @@ def _fill(
     }
     for split, of_split in list(labels.items()):
         if split != "train" and not any(file.values for file in of_split):
-            builder.report(f"{split}: its images have no labels, and are left out")
+            builder.report(f"{split}: has no image with a label, and is left out")
             del labels[split]
     classes = _classes(labels)
     incomplete = [line for split in labels if (line := missing_files(split, files[split]))]
     in_train = {file.class_of(value) for file in labels["train"] for value in file.values}
     if empty := [str(name) for name in classes if name not in in_train]:
-        incomplete.append(f"train: classes without images: {some(empty)}")
+        incomplete.append(
+            f"train: no images of classes that are listed or in another split: {some(empty)}"
+        )
     problems = _problems(labels, classes)
     if incomplete and not allow_partial:
         problems += [*incomplete, "add the missing files, or accept the source with --partial"]

@@ -71,7 +71,8 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
         raise PrepError("reading parquet files needs pyarrow: pip install pyarrow") from error
     problem = "not a complete parquet file"
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # pyarrow cannot open a path that is not UTF-8.
+        with open(path, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as file:
             problem = "damaged"
             if columns is not None:
                 _check_columns(path, file.schema_arrow, columns)
@@ -182,11 +183,13 @@ def _read_rows(
 
 
 def _labels(column: Any) -> list[Any]:
-    """Return the values of a label column. pandas stores whole numbers as floats if one is
-    missing."""
+    """Return the values of a label column, texts without outer blanks.
+
+    pandas stores whole numbers as floats if one is missing.
+    """
     values = column.to_pylist()
     if not re.search("float|double", str(column.type)):
-        return values
+        return [value.strip() if isinstance(value, str) else value for value in values]
     values = [None if value is None or math.isnan(value) else value for value in values]
     return [int(value) if value is not None and value.is_integer() else value for value in values]
 

@@ -4,6 +4,7 @@ bytes and labels."""
 import datetime
 import io
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
         "train": 27,
         "val": 3,
     }
-    line = "test: its images have no labels, and are left out"
+    line = "test: has no image with a label, and is left out"
     assert line in capsys.readouterr().out
     assert line in info["origin"]
 
@@ -200,7 +201,10 @@ def test_missing_files_and_empty_classes_need_partial(tmp_path, capsys):
     folder = by_datasets(tmp_path / "hub", rows(12, label=lambda n: n % 2), test=rows(2, 50))
     (folder / "data" / "train-00001-of-00003.parquet").unlink()
     assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    lines = ("1 of 3 parquet files of train are missing", "train: classes without images: owl")
+    lines = (
+        "1 of 3 parquet files of train are missing",
+        "train: no images of classes that are listed or in another split: owl",
+    )
     error = capsys.readouterr().err
     assert error.endswith(
         f"{lines[0]}\n  {lines[1]}\n  add the missing files, or accept the source with --partial\n"
@@ -308,6 +312,34 @@ def test_files_whose_classes_cannot_be_matched_are_named(tmp_path, capsys, val, 
         assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *flags]) == 2
         assert capsys.readouterr().err.endswith(f"error: {tmp_path / 'in'}: {line}\n")
     assert not (tmp_path / "out" / "_info.json").exists()
+
+
+def test_blanks_around_texts_do_not_make_classes(tmp_path):
+    listed = rows(12, label=lambda n: ("cat", "dog ", " cat", "dog")[n % 4])
+    by_pyarrow(tmp_path / "in" / "train.parquet", listed)
+    by_pyarrow(tmp_path / "in" / "val.parquet", rows(2, 20, lambda n: ("cat\n", "dog")[n % 2]))
+    info = prepared(tmp_path / "in", tmp_path / "out")
+    assert info["class_names"] == ["cat", "dog"]
+    assert_rows(tmp_path / "out", "train", listed, {"cat": 0, "dog ": 1, " cat": 0, "dog": 1})
+
+
+def test_an_empty_text_is_no_label(tmp_path, capsys):
+    folder = tmp_path / "in"
+    by_pyarrow(folder / "train.parquet", rows(12, label=lambda n: ("cat", "dog")[n % 2]))
+    by_pyarrow(folder / "test.parquet", rows(2, 20, label=lambda _: ""))
+    info = prepared(folder, tmp_path / "out")
+    assert info["class_names"] == ["cat", "dog"]
+    assert "test: has no image with a label, and is left out" in capsys.readouterr().out
+    by_pyarrow(folder / "train.parquet", rows(12, label=lambda n: ("cat", "dog", " ")[n % 3]))
+    assert parquet.main([str(folder), "--out", str(tmp_path / "more")]) == 2
+    reason = "train: 4 of 12 images have no label (null, -1 or empty): remove these rows"
+    assert reason in capsys.readouterr().err
+
+
+def test_a_folder_whose_name_is_not_utf8_is_read(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    by_pyarrow(tmp_path / "in" / "train.parquet", rows(12)).parent.rename(folder)
+    assert prepared(folder, tmp_path / "out")["splits"]["train"]["num_samples"] == 12
 
 
 LABELS = {

@@ -791,10 +791,10 @@ OF_PARQUET = {
             **{"fine/train": rows(6), "coarse/train": rows(3)}
         ),
         r"only one class \(5\): provide at least two": parquets(train=rows(6, label=lambda _: 5)),
-        r"train: 1 of 8 images have no label \(null or -1\): remove these rows": parquets(
+        r"train: 1 of 8 images have no label \(null, -1 or empty\): remove these rows": parquets(
             train=rows(8, label=lambda n: None if n == 7 else n % 3)
         ),
-        "train: classes without images: 3, 4, 5": parquets(
+        "train: no images of classes that are listed or in another split: 3, 4, 5": parquets(
             train=rows(6), val=rows(6, label=lambda n: n)
         ),
         "--val-fraction 0.2 was given, but ": parquets(
