@@ -220,6 +220,17 @@ def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_numbers_are_names_if_the_model_has_one_of_them(shards, tmp_path):
+    """Class 5 of a model of the classes 1 to 12 is output 4, also if the set has a class 0."""
+    names = [str(number) for number in range(1, 13)]
+    root = renamed(shards, tmp_path / "n", ["0", "5", "7"])
+    with pytest.raises(ValueError, match=r"eval\.sets\.n: the model lacks 1 of the 3 .* \(0\)"):
+        opened(shards, {"n": {"root": str(root)}}, names, num_classes=12)
+    root = renamed(shards, tmp_path / "known", ["5", "7", "12"])
+    _, (known,) = opened(shards, {"known": {"root": str(root)}}, NAMES + names, num_classes=15)
+    assert known.columns.tolist() == [7, 9, 14]
+
+
 def test_reports_unknown_classes_of_all_sets_together(shards, tmp_path):
     foreign = renamed(shards, tmp_path / "f", ["class0", "lynx", "class2"])
     numbers = renamed(shards, tmp_path / "n", ["0", "1", "999"])

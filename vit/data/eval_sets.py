@@ -140,7 +140,8 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
     Raises ValueError if the model lacks a class of `split`.
     """
     names = split.class_names
-    if all(re.fullmatch(r"\d+", name) for name in names) and not _has_classes(model, names):
+    has_classes = any({*names} & {*naming} for naming in model.namings.values())
+    if all(re.fullmatch(r"\d+", name) for name in names) and not has_classes:
         # Treat numeric folder names, as in ImageNet-V2, as the model's class numbers. If the set
         # has no class names, its labels are the class numbers.
         numbers = [int(name) for name in names] or list(range(split.num_classes))
@@ -172,10 +173,6 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
             )
         numbers = [output[name] for name in names]
     return None if numbers == list(range(model.num_classes)) else torch.tensor(numbers)
-
-
-def _has_classes(model: ModelClasses, names: Sequence[str]) -> bool:
-    return any({*names} <= {*naming} for naming in model.namings.values()) and bool(names)
 
 
 # --- several correct classes for an image ---------------------------------------------------------
