@@ -7,6 +7,7 @@ sent before are kept.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -26,7 +27,7 @@ class Line:
     what: str
     passed: bool | None
     """Whether the check passed. None for a measurement without a limit, or a check that cannot
-    run."""
+    run, or has no time left."""
     text: str
     numbers: dict[str, Any] = field(default_factory=dict)
 
@@ -43,13 +44,15 @@ def run_part(
     what: str,
     part: Callable[[], Iterable[Line]],
     budget_s: float,
+    left_s: float = math.inf,
     on_line: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
-    """Run `part` for at most `budget_s` seconds and return its lines.
+    """Run `part` for at most `budget_s` or `left_s` seconds and return its lines.
 
-    An error or an exceeded budget becomes a failed line. `on_line` is called with each line as soon
-    as it arrives. The caller must not have initialized CUDA, because the forked process could not
-    use it.
+    An error or an exceeded budget becomes a failed line. If only `left_s`, the time that is left
+    for all parts, is exceeded, nothing is known about the part, and its line says "not run".
+    `on_line` is called with each line as soon as it arrives. The caller must not have initialized
+    CUDA, because the forked process could not use it.
     """
     lines: list[Line] = []
 
@@ -57,12 +60,16 @@ def run_part(
         lines.append(line)
         on_line(line)
 
+    if left_s <= 0:
+        take(Line(what, None, "not run, because no time was left"))
+        return lines
+
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(part, receiver, sender))
     process.start()
     sender.close()
-    deadline = time.monotonic() + budget_s
+    deadline = time.monotonic() + min(budget_s, left_s)
     try:
         while receiver.poll(max(deadline - time.monotonic(), 0.0)):
             try:
@@ -73,7 +80,10 @@ def run_part(
                     take(Line(what, False, f"its process ended with status {process.exitcode}"))
                 return lines
             take(message if isinstance(message, Line) else Line(what, False, message))
-        take(Line(what, False, f"not done within its {budget_s:.0f} s"))
+        if left_s < budget_s:
+            take(Line(what, None, f"not finished within the {left_s:.0f} s that were left"))
+        else:
+            take(Line(what, False, f"not done within its {budget_s:.0f} s"))
         return lines
     finally:
         _end(process)

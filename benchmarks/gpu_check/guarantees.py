@@ -251,7 +251,8 @@ def graphs_as_planned(device: torch.device) -> Iterator[Line]:
     evaluate()
     evaluation = _num_graphs() - before - training
     with _waits_are_errors(device):
-        results = [step(batches[number], number) for number in range(3)]
+        # As in training, each batch is augmented first, which also changes its memory layout.
+        results = [step(step.augment.change_batch(batches[number]), number) for number in range(3)]
     for result in results:
         result.read()
     evaluate()

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import check
 import pytest
+import torch
 from processes import REPOSITORY, run
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "gpu_check" / "check.py")
+CPU = ("--device", "cpu", "--small")
+
+
+def promises_in(folder: Path) -> list[dict]:
+    [path] = folder.glob("*.json")
+    return json.loads(path.read_text())["promises"]
 
 
 def test_rejects_an_unknown_part():
     done = run(SCRIPT, "--device", "cpu", "--small", "--only", "slots", "wait")
     assert done.returncode == 2
     assert (
-        "error: --only wait: expected a selection of slots, equality, waits, graphs" in done.stderr
+        "error: --only wait: expected a selection of vit_b16, slots, waits, graphs" in done.stderr
     )
 
 
@@ -36,12 +45,40 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
     assert "| the loader's slots | kept |" in path.with_suffix(".md").read_text()
 
 
-def test_a_failed_part_sets_the_exit_status():
-    """With a time limit of zero, each part of the check times out."""
-    arguments = ("--device", "cpu", "--small", "--only", "slots", "--minutes", "1e-6")
-    done = run(SCRIPT, *arguments)
+def test_a_broken_guarantee_sets_the_exit_status_after_the_other_results_were_written(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(Path(SCRIPT).parent)!r})
+import check
+from gpu_check_lines import Line
+good = check.GpuCheck("slots", "good", 60, lambda: [Line("good", True, "")])
+broken = check.GpuCheck("waits", "broken", 60, lambda: [Line("broken", False, "")])
+check.parts = lambda *arguments: [good, broken]
+check.main()
+""")
+    done = run(str(script), *CPU, "--out", tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAIL  the loader's slots: not done within its 0 s" in done.stdout
+    assert "1 guarantees hold, 1 do not" in done.stdout
+    assert [line["passed"] for line in promises_in(tmp_path)] == [True, False]
+
+
+def test_a_part_without_time_is_not_run_and_breaks_nothing(tmp_path):
+    run(SCRIPT, *CPU, "--only", "slots", "--out", tmp_path)
+    done = run(SCRIPT, *CPU, "--only", "waits", "memory", "--minutes", "1e-6", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  -   no step waits: not run, because no time was left" in done.stdout
+    assert "0 guarantees hold, 0 do not" in done.stdout
+    assert "2 parts were not run (no step waits, peak memory is the planner's)" in done.stdout
+    # The results of an earlier call are kept.
+    assert [line["passed"] for line in promises_in(tmp_path)] == [True, None, None]
+
+
+def test_speed_comes_first_and_kills_last():
+    names = [part.name for part in check.parts(torch.device("cuda"), False, Path("unused"), 2)]
+    assert names[0] == "vit_b16"
+    assert names[-3:] == ["pauses", "resume", "ranks"]
+    assert sorted(names) == sorted(check.ORDER)
 
 
 @pytest.mark.slow

@@ -164,6 +164,10 @@ def test_errors_overruns_and_crashes_become_lines_and_keep_earlier_lines():
         Line("part", False, f"its process ended with status -{signal.SIGKILL.value}"),
     ]
     assert run_part("part", hangs, 2) == [first, Line("part", False, "not done within its 2 s")]
+    assert run_part("part", hangs, 60, left_s=2) == [
+        first,
+        Line("part", None, "not finished within the 2 s that were left"),
+    ]
 
 
 def test_processes_that_a_part_started_end_with_it(tmp_path: Path):

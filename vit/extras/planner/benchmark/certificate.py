@@ -166,6 +166,20 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     return write_document(folder, result["device"], result["device_type"], changes)
 
 
+def write_promises(
+    folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]]
+) -> Path:
+    """Write results of the check of guarantees next to the measurements of `device`.
+
+    A line replaces the stored line with the same `what`. Other lines of the same day are kept.
+    Raises ValueError if the files cannot be written.
+    """
+    stored = _stored(_place(folder, device, device_type)).get("promises", [])
+    new = {line["what"] for line in promises}
+    kept = [line for line in stored if line["what"] not in new]
+    return write_document(folder, device, device_type, {"promises": [*kept, *promises]})
+
+
 def write_document(folder: Path, device: str, device_type: str, changes: Mapping[str, Any]) -> Path:
     """Update the results of `device` with `changes`, in the JSON and Markdown files.
 
