@@ -56,10 +56,13 @@ class OrderHook(Hook):
                     f" {self._run.world.rank}: sample checksum {self._seen:016x}, expected"
                     f" {self._planned:016x}: this is a bug in the loader, please report it"
                 )
-        # torch has no unsigned sum, but the int64 sum has the same bits.
-        signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
-        own = torch.tensor(signed, dtype=torch.int64, device=self._run.world.device)
-        state.sample_checksum = (state.sample_checksum + int(self._run.world.sum_(own))) % 2**64
+        seen = self._seen
+        if self._run.world.size > 1:  # one rank must not wait for its GPU
+            # torch has no unsigned sum, but the int64 sum has the same bits.
+            signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
+            own = torch.tensor(signed, dtype=torch.int64, device=self._run.world.device)
+            seen = int(self._run.world.sum_(own))
+        state.sample_checksum = (state.sample_checksum + seen) % 2**64
         self._compared_step = state.step
         self._seen = 0
         self._planned = 0
