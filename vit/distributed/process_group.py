@@ -7,6 +7,7 @@ modules use. CPU ranks communicate through gloo, and GPU ranks through NCCL.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import resource
@@ -199,8 +200,22 @@ def _set_backends() -> None:
     torch.backends.cudnn.benchmark = False
     # Augmentation allocates tensors of hundreds of sizes in each step, which would fragment GPU
     # memory without expandable segments. A value set by the user takes precedence.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch reads it for the first GPU tensor
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and _has_nvml():
+        # torch reads the variable for the first GPU tensor.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def _has_nvml() -> bool:
+    """Return whether NVIDIA's management library loads, as in all but the smallest containers.
+
+    torch 2.15 calls the library for expandable segments without looking whether it is there, and
+    the process would end with a segmentation fault.
+    """
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def make_deterministic() -> None:
