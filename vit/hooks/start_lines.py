@@ -12,6 +12,7 @@ from vit.hooks.preflight import filling_notes
 from vit.layers.drop_path import num_kept
 from vit.layers.precision import precision_note
 from vit.step import TrainStep
+from vit.training.attention import attention_kernel
 from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.plan import Plan
 
@@ -36,10 +37,12 @@ def start_lines(
     model = train_step.model
     num_passes = plan.accumulation_steps
     micro_steps = f" in {num_passes} micro-steps" if num_passes > 1 else ""
+    kernel = attention_kernel(model, config.train, world.device)
+    attention = f", {kernel} attention" if kernel else ""
     yield (
         f"{config.model.name}: {count_parameters(model):,} parameters,"
         f" {flops_per_image(model) / 1e9:.2f} GFLOP per image; {world.size} rank(s) on"
-        f" {world.device.type}, {config.train.precision}; {plan.total_steps} steps of"
+        f" {world.device.type}, {config.train.precision}{attention}; {plan.total_steps} steps of"
         f" {plan.global_batch_size} images{micro_steps}"
     )
     num_copies = config.order.aug_repeats

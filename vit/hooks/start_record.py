@@ -25,6 +25,7 @@ from vit.loggers.record import Record, provenance
 from vit.run_folder import CONFIG_FILE, RunLock, mount_note
 from vit.step import TrainStep
 from vit.system.files import replacing
+from vit.training.attention import attention_kernel
 from vit.training.loss import describe_class_weights
 from vit.training.mfu import find_peak
 from vit.training.run_data import Notes, RunData
@@ -85,6 +86,7 @@ def start_record(
         compiled=config.train.compile and not (train_step.why_eager or state.is_over(data.plan)),
         **made_by,
         kernels=kernels_of(world.device),
+        attention=attention_kernel(train_step.model, config.train, world.device),
         exact=data.batches.exact,
         plan=asdict(data.plan),
         shuffle=None if shuffle is None else asdict(shuffle),

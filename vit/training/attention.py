@@ -40,6 +40,20 @@ def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device
     torch.backends.cuda.enable_math_sdp(kernel in ("auto", "math"))
 
 
+def attention_kernel(model: nn.Module, config: TrainConfig, device: torch.device) -> str | None:
+    """Return the name of the kernel that computes attention, or None if `model` has no attention.
+
+    Kernels differ in speed and rounding, and `auto` may choose another one in the next version of
+    torch.
+    """
+    layers = [each for each in model.modules() if hasattr(each, "qkv")]
+    if not layers or config.attention == "flash3":
+        return config.attention if layers else None
+    q, dropout = _probe(layers[0], config.precision, device)
+    backend = torch._fused_sdp_choice(q, q, q, None, dropout, False)
+    return {each.value: name for name, each in KERNELS.items()}[backend]
+
+
 def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.device) -> None:
     layers = [each for each in model.modules() if hasattr(each, "qkv")]
     if not layers:
@@ -65,11 +79,7 @@ def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.dev
 
 def _works(kernel: str, layer: Any, precision: str, device: torch.device) -> bool:
     """Return whether a forward and backward pass of `kernel` succeed for the heads of `layer`."""
-    head_dim = layer.qkv.out_features // (3 * layer.num_heads)
-    dropout = getattr(layer.attn_drop, "p", layer.attn_drop)  # a module in timm
-    dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
-    shape = (1, layer.num_heads, PROBED_TOKENS, head_dim)
-    q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    q, dropout = _probe(layer, precision, device)
     try:
         with sdpa_kernel(KERNELS[kernel]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about each reason
@@ -77,3 +87,12 @@ def _works(kernel: str, layer: Any, precision: str, device: torch.device) -> boo
     except RuntimeError:
         return False
     return True
+
+
+def _probe(layer: Any, precision: str, device: torch.device) -> tuple[torch.Tensor, float]:
+    """Return a query for the heads of `layer`, (1, heads, tokens, head_dim), and its dropout."""
+    head_dim = layer.qkv.out_features // (3 * layer.num_heads)
+    dropout = getattr(layer.attn_drop, "p", layer.attn_drop)  # a module in timm
+    dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
+    shape = (1, layer.num_heads, PROBED_TOKENS, head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True), dropout
