@@ -16,7 +16,7 @@ RANKS ?=
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs pictures release clean
+.PHONY: install demo test test-all lint check soak fuzz gpu-check lease-kit lock audit docs pictures release clean
 
 install: $(INSTALLED)
 
@@ -51,6 +51,10 @@ fuzz: $(TESTS_INSTALLED)
 # Tests every guarantee on this machine's GPUs in at most ten minutes. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check/check.py
+
+# Gathers wheels and as many of IMAGES (folders train/ and test/) as fit into 52 MiB in build/lease, for benchmarks/gpu_check/lease.sh.
+lease-kit: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_check/kit.py "$(IMAGES)"
 
 # Writes deploy/requirements.lock, which lists all packages of all extras with file hashes, for `pip install --require-hashes`, and their licenses to docs/licenses.md.
 lock: $(LOCK_INSTALLED)

@@ -52,14 +52,11 @@ log: {every_steps: 1, wandb: "off", report: false}
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with shards and a config, and the settings for training on them."""
+    """A config, the folder for its runs, and the settings for training."""
 
+    config: Path
     folder: Path
     settings: tuple[str, ...]
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "check.yaml"
 
     def command(self, run_dir: Path, *overrides: str, ranks: int = 0) -> list[str]:
         """Return the command that trains in `run_dir`. It uses torchrun if `ranks` is given."""
@@ -81,8 +78,9 @@ def make_place(folder: Path, *settings: str) -> Place:
     shards = folder / "shards"
     options = [str(folder / "images"), "--out", str(shards), "--num-shards", "2", "--workers", "1"]
     execute([sys.executable, "-m", "data_prep.imagefolder", *options])
-    (folder / "check.yaml").write_text(CONFIG.replace("SHARDS", str(shards)))
-    return Place(folder, settings)
+    config = folder / "check.yaml"
+    config.write_text(CONFIG.replace("SHARDS", str(shards)))
+    return Place(config, folder, settings)
 
 
 def execute(line: Sequence[str]) -> str:

@@ -1,0 +1,102 @@
+"""Gather what a GPU machine without internet needs for `lease.sh`: wheels, and shards of images.
+
+    make lease-kit IMAGES=CIFAR-10-images    # with train/<class>/*.jpg and test/<class>/*.jpg
+    python benchmarks/gpu_check/kit.py CIFAR-10-images --out build/lease --mib 52 --python 3.12
+
+The kit has wheels of the packages that PyTorch's images lack, and as many images as fit into the
+rest of `--mib`, the same number from each class. Five sixths of them are for training.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from vit.distributed.exit import run_command
+from vit.system.command_line import Parser
+
+PACKAGES = (
+    *("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "simplejpeg"),
+    "google-crc32c",
+)
+"""The packages without which `vit` cannot be imported where torch, timm and their needs are."""
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+SHARES = {"train": 5 / 6, "test": 1 / 6}
+BYTES_AROUND_AN_IMAGE = 1_750
+"""The headers and padding of an image and its label in a tar."""
+
+
+def main() -> None:
+    args = read_command_line()
+    folder = args.out
+    shutil.rmtree(folder, ignore_errors=True)
+    wheels = folder / "wheels"
+    download_wheels(wheels, args.python)
+    free_bytes = args.mib * 2**20 - size_of(wheels)
+
+    with tempfile.TemporaryDirectory(prefix="vit-lease-") as scratch:
+        count = link_images(args.images, Path(scratch), free_bytes)
+        command = [sys.executable, "-m", "data_prep.imagefolder", scratch]
+        shards = str(folder / "shards")
+        subprocess.run([*command, "--out", shards, "--num-shards", "4"], check=True)
+    print(f"{folder}: {count:,} images, {size_of(folder) / 2**20:.1f} MiB with the wheels")
+
+
+def read_command_line() -> Namespace:
+    """Parse the command line. Raises ValueError for mistakes."""
+    parser = Parser("python benchmarks/gpu_check/kit.py", __doc__)
+    parser.add_argument("images", type=Path, metavar="IMAGES", help="folder with train/ and test/")
+    parser.add_argument("--out", type=Path, default=Path("build/lease"), metavar="FOLDER")
+    parser.add_argument("--mib", type=float, default=52.0, help="size of the kit (default: 52)")
+    parser.add_argument("--python", default="3.12", help="version of the GPU machine's Python")
+    args = parser.parse_args()
+    for split in SHARES:
+        if not (args.images / split).is_dir():
+            parser.error(f"{args.images}: no folder {split}; expected {split}/<class>/*.jpg")
+    return args
+
+
+def download_wheels(folder: Path, python: str) -> None:
+    """Download the wheels of PACKAGES, in the versions of this environment."""
+    platforms = [flag for name in PLATFORMS for flag in ("--platform", name)]
+    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", *platforms]
+    line = [*options, "--python-version", python, "--dest", str(folder), *_with_versions()]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *line], check=True)
+
+
+def _with_versions() -> Iterator[str]:
+    from importlib.metadata import version
+
+    for package in PACKAGES:
+        yield f"{package}=={version(package)}"
+
+
+def link_images(images: Path, folder: Path, free_bytes: float) -> int:
+    """Link as many images of each class to `folder` as fit into `free_bytes`; return the number."""
+    count = 0
+    for split, share in SHARES.items():
+        classes = sorted(each for each in (images / split).iterdir() if each.is_dir())
+        for of_class in classes:
+            left = free_bytes * share / len(classes)
+            (folder / split / of_class.name).mkdir(parents=True)
+            for image in sorted(of_class.iterdir()):
+                left -= image.stat().st_size + BYTES_AROUND_AN_IMAGE
+                if left < 0:
+                    break
+                (folder / split / of_class.name / image.name).symlink_to(image.resolve())
+                count += 1
+    return count
+
+
+def size_of(folder: Path) -> int:
+    """Return the size of all files in `folder` in bytes."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+if __name__ == "__main__":
+    run_command(main)
