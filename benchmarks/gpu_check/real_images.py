@@ -71,7 +71,7 @@ def read_command_line() -> Namespace:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--workers", type=int, default=8, help="loader workers (default: 8)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def train(place: Place, run_dir: Path, *, kill: bool) -> dict[str, Any]:
