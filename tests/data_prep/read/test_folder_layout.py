@@ -264,7 +264,7 @@ class Found(NamedTuple):
 
 
 def read(source: Path, at: Path, **flags: object) -> Found:
-    made = imagefolder.source(source, **flags)  # type: ignore[arg-type]
+    made = imagefolder.source(source, **flags)
     catalogue = new_catalogue(made, at, seed=0)
     keys = {}
     images = {}
