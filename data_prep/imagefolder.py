@@ -17,9 +17,8 @@ unsupported formats than --max-unreadable allows.
 
 Folders are listed one class at a time, so memory depends on the largest class. Links are followed,
 but a link to a parent folder is an error. A zip or tar is read in place and produces the same
-shards as its unpacked folder. A .tar.gz is first
-decompressed next to the original. --download fetches the archive into FOLDER and resumes after a
-lost connection.
+shards as its unpacked folder. A .tar.gz is first decompressed next to the original. --download
+fetches the archive into FOLDER and resumes after a lost connection.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def source(
             val_fraction = 0.0 if no_classes else VAL_FRACTION
         options["val_fraction"] = val_fraction
         fractions = {"train": 1 - val_fraction, "val": val_fraction}
-    if not no_classes:
+    if not no_classes and train.folders():
         print(found.describe(root, fractions.get("val", 0.0)), flush=True)
     # Omit the defaults, because older data sets did not record them.
     choices = {"class_order": class_order, "layout": layout}
