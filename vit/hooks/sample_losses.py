@@ -102,9 +102,10 @@ class SampleLosses:
             bits = np.zeros((len(steps), batch_size), np.int32)
             rows = self._plan.rows_of(self._world.rank)
             bits[:, rows.start : rows.stop] = [pairs for _, pairs in steps]
-            summed = self._world.sum_(torch.from_numpy(bits).to(self._world.device)).cpu().numpy()
+            if self._world.size > 1:  # one rank must not wait for its GPU
+                bits = self._world.sum_(torch.from_numpy(bits).to(self._world.device)).cpu().numpy()
             if self._world.is_main:
-                collected += self._by_epoch([step for step, _ in steps], summed)
+                collected += self._by_epoch([step for step, _ in steps], bits)
         self._steps = []
         return collected
 
