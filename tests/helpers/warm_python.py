@@ -95,20 +95,24 @@ if status < 0:
 os._exit(status)
 """
 
-_started: list[tuple[str, subprocess.Popen]] = []
+_started: dict[str, tuple[str, subprocess.Popen]] = {}
+"""Maps the value of LD_PRELOAD to the folder and the process of a server, because a running process
+cannot preload another library (tests/fake_gpu)."""
 _starting = threading.Lock()
 
 
 def python(environment: dict[str, str]) -> str:
     """Return the path of the program that starts Python quickly.
 
-    The first call starts the server with `environment`. The server runs until `stop` is called. If
-    the system does not support safe forks, the path of the real interpreter is returned.
+    The first call for a value of LD_PRELOAD starts a server with `environment`. The server runs
+    until `stop` is called. If the system does not support safe forks, the path of the real
+    interpreter is returned.
     """
     if sys.platform != "linux":
         return sys.executable
+    preloaded = environment.get("LD_PRELOAD", "")
     with _starting:
-        if not _started:
+        if preloaded not in _started:
             # Use a short path, because the path of a Unix socket is limited to 107 bytes.
             folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
@@ -121,8 +125,8 @@ def python(environment: dict[str, str]) -> str:
             )
             assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
-            _started.append((folder, server))
-        return os.path.join(_started[0][0], "python")
+            _started[preloaded] = (folder, server)
+        return os.path.join(_started[preloaded][0], "python")
 
 
 def fork_of(pid: int) -> int:
@@ -130,13 +134,13 @@ def fork_of(pid: int) -> int:
 
     The child processes of the command have the fork as their parent.
     """
-    folder, _ = _started[0]
-    return int(Path(folder, str(pid)).read_text())
+    [path] = [path for folder, _ in _started.values() if (path := Path(folder, str(pid))).exists()]
+    return int(path.read_text())
 
 
 def stop() -> None:
     while _started:
-        folder, server = _started.pop()
+        _, (folder, server) = _started.popitem()
         server.terminate()
         server.communicate()
         shutil.rmtree(folder, ignore_errors=True)
