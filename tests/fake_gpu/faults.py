@@ -1,0 +1,86 @@
+"""Run a program with a planted fault: python faults.py FAULT PROGRAM ARGUMENTS ...
+
+The tests in this folder must find each fault, and name its place.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.checkpoint.saver import Saver
+from vit.data.augment.apply import Augment
+from vit.data.batches import Batch
+from vit.training import objective
+
+
+def before(owner: Any, name: str, fault: Callable[..., object]) -> None:
+    """Call `fault` with the arguments of `owner.name` before each call."""
+    unchanged = getattr(owner, name)
+
+    @wraps(unchanged)
+    def changed(*arguments: Any, **options: Any) -> Any:
+        fault(*arguments)
+        return unchanged(*arguments, **options)
+
+    setattr(owner, name, changed)
+
+
+def read_a_value(logits: Tensor, *_: object) -> None:
+    logits.sum().item()
+
+
+def copy_pageable_memory(logits: Tensor, *_: object) -> None:
+    torch.zeros(3).to(logits.device, non_blocking=True)
+
+
+def use_a_tensor_of_the_host(logits: Tensor, *_: object) -> None:
+    logits + torch.zeros(logits.shape)
+
+
+def wait_for_the_device(*_: object) -> None:
+    torch.cuda.synchronize()
+
+
+def plant_another_layout() -> None:
+    """Pass the batches of all steps but the first two on in another layout of memory."""
+    unchanged = Augment.change_batch
+    seen: list[Batch] = []
+
+    def change_batch(augment: Augment, batch: Batch) -> Batch:
+        seen.append(batch)
+        changed = unchanged(augment, batch)
+        if len(seen) <= 2:
+            return changed
+        return replace(changed, images=changed.images.contiguous(memory_format=torch.channels_last))
+
+    Augment.change_batch = change_batch
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "a value that is read": lambda: before(objective, "margins", read_a_value),
+    "a pageable copy": lambda: before(objective, "margins", copy_pageable_memory),
+    "a tensor of the host": lambda: before(objective, "margins", use_a_tensor_of_the_host),
+    "a save that waits": lambda: before(Saver, "save", wait_for_the_device),
+    "another layout": plant_another_layout,
+}
+
+
+def main() -> None:
+    fault, program, *arguments = sys.argv[1:]
+    FAULTS[fault]()
+    sys.argv = [program, *arguments]
+    sys.path[0] = str(Path(program).parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
