@@ -59,7 +59,7 @@ def forward(model: torch.nn.Module, config: ModelConfig, precision: str) -> list
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_option_waits_for_the_gpu(name, precision):
     config = ModelConfig(**OPTIONS[name])
@@ -73,10 +73,8 @@ def test_no_option_waits_for_the_gpu(name, precision):
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18"])
-def test_no_timm_model_waits_for_the_gpu(name):
-    pytest.importorskip("timm", reason="pip install timm")
-    config = ModelConfig(name=f"timm/{name}", image_size=32, num_classes=5)
+def test_no_convolutional_network_of_timm_waits_for_the_gpu():
+    config = ModelConfig(name="timm/resnet18", image_size=32, num_classes=5)
     model = create_model(config)
     with gpu_without_memory() as mode:
         move_to_fake_gpu(model)
