@@ -312,7 +312,9 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
             wrong.append(f"has {name} as {list(shapes[name])} instead of {target_shape}")
     if wrong:
         raise CheckpointError(
-            f"{folder}: does not fit this model and optimizer: it {few(wrong, limit=3)}"
+            f"{folder}: does not fit this model and optimizer: it {few(wrong, limit=3)}:"
+            " restore the settings, or use another run.dir; if its model is the same,"
+            f" init.checkpoint={folder.parents[1]} starts it from these weights"
         )
 
 

@@ -226,9 +226,13 @@ def check_belongs(
     changed = _changed_settings(info["config"], str(path), settings)
     changed = {key: values for key, values in changed.items() if key not in allowed}
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in changed.items()]
-    lines += _changed_facts(info["facts"], facts)
+    of_data = _changed_facts(info["facts"], facts)
+    lines += of_data
     if lines:
-        hint = f", or accept a change with --allow-change {next(iter(changed))}" if changed else ""
+        # No flag accepts other data, and some settings change which values a checkpoint contains.
+        accepted = " ".join(f"--allow-change {key}" for key in changed)
+        is_same_data = all(line.lstrip().startswith((*_NOT_DATA.values(),)) for line in of_data)
+        hint = f", or accept the changes with {accepted}" if changed and is_same_data else ""
         if any(_changes_bits(key, info["facts"], facts) for key in _NOT_DATA):
             hint += (
                 "; or continue with different bits: train.exact_over_ranks=false --allow-change"
