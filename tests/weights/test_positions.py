@@ -160,3 +160,16 @@ def test_registers_without_a_class_token_do_not_hide_the_stated_grid(tmp_path: P
     torch.save(timm_model((2, 8), **fields).state_dict(), tmp_path / "w.pth")
     (tmp_path / "config.json").write_text(json.dumps({"image_size": list(px((2, 8)))}))
     assert read_weights(tmp_path / "w.pth").grid_size == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "token"),
+    [("deit_tiny_distilled_patch16_224", {}, "dist_token"), (NAME, {"reg_tokens": 4}, "reg_token")],
+)
+def test_tokens_that_the_model_lacks_are_named_instead_of_a_wrong_grid(name, tokens, token):
+    """No config.json could state a grid of 4x4 patches that fits 18 or 21 positions."""
+    theirs = timm.create_model(name, img_size=px((4, 4)), **{**TINY, **tokens})
+    ours = VisionTransformer(image_size=px((4, 4)), **TINY)
+    with pytest.raises(WeightsError, match=rf"unknown to the model: .*{token}") as caught:
+        load_weights(ours, theirs.state_dict())
+    assert "state the grid" not in str(caught.value)

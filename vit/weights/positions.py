@@ -93,6 +93,8 @@ def fit_positions(
     own = shape[1] - math.prod(new_grid)
     tokens = _prefix_tokens(source, target)
     possible = readings(source, target, new_grid, grid)
+    if not possible and _tokens_differ(source, target):
+        return []  # `load_weights` reports the tokens.
     if not possible:
         raise WeightsError(_unfit(positions.shape[1], grid))
     (old_grid, num_prefix), *others = possible
@@ -131,6 +133,15 @@ def _prefix_tokens(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -
         for name in ("cls_token", "reg_token")
         if name in source and name in target and source[name].shape[::2] == (1, width)
     }
+
+
+def _tokens_differ(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> bool:
+    """Return whether the source and the model have different numbers of prefix tokens."""
+    shapes = [
+        {name: weights[name].shape for name in PREFIX_TOKENS if name in weights}
+        for weights in (source, target)
+    ]
+    return shapes[0] != shapes[1]
 
 
 def _prefix(num_tokens: int) -> str:
