@@ -138,7 +138,8 @@ REFUSED = {
         {"size": {"height": 40, "width": 60}, "do_center_crop": True, "crop_size": 32},
         "do not give",
     ),
-    "longest_edge": ({"size": {"shortest_edge": 32, "longest_edge": 64}}, "wrong type"),
+    "longest_edge": ({"size": {"shortest_edge": 32, "longest_edge": 64}}, "only shortest_edge"),
+    "only longest_edge": ({"size": {"longest_edge": 32}}, "expected height and width"),
     "ConvNext": (
         {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.9, "size": SQUARE},
         "crop_pct is 0.9, expected None",

@@ -127,6 +127,11 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             keys = ("height", "width") if content["default_to_square"] else ("shortest_edge",)
             resize = dict.fromkeys(keys, resize)
         shortest = resize.get("shortest_edge") if len(resize) == 1 else None
+        if shortest is None and not {"height", "width"} <= resize.keys():
+            raise ValueError(
+                f"{path}: size {resize}: expected height and width, or only shortest_edge: use the"
+                " model in transformers"
+            )
         cover = _height_width(shortest or resize)
         crops = content.get("do_center_crop") is True
         end = _height_width(content["crop_size"]) if crops else cover
