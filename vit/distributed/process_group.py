@@ -99,8 +99,10 @@ def join_world(
     rank = int(os.environ.get("RANK", "0"))
     size = world_size()
     store: dist.Store | None = None
-    if size > 1:
+    # A variable RANK may also be set by hand, but only torchrun sets this one, even for one rank.
+    if "TORCHELASTIC_RUN_ID" in os.environ or size > 1:
         end_with_launcher()
+    if size > 1:
         try:
             store, rank, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
         except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
