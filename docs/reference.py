@@ -47,6 +47,7 @@ RECORD = {
         "torch": "version of torch",
         "host": "processor and its cores",
         "kernels": "what decides the bits of a sum: torch, processor or GPU, threads",
+        "attention": "the attention kernel, which torch chooses with `train.attention=auto`",
         "exact": "whether the order of samples is reproduced by a resume",
         "plan": "numbers that follow from the settings, as `--print-config` prints them",
         "shuffle": "how well an epoch's order is mixed",

@@ -144,6 +144,7 @@ def test_unexpected_counts_are_reported_and_recorded(root, kaggle, files, tmp_pa
     )
     assert "some: 1 images outside the class folders are left out: contact.png" in printed
     origin = json.loads((tmp_path / "out" / "_info.json").read_text())["origin"]
+    assert "val has only 36 images" in origin.pop(0)
     assert [line.split(":")[0] for line in origin] == ["some", "some"]
     assert all(line in printed for line in origin)
 

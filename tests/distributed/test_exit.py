@@ -17,7 +17,7 @@ from vit.distributed.exit import Interrupted, StopSignals
 
 SAVING = "saving after this step, and then ending; a second Ctrl-C ends without saving"
 IN_C_CODE = """
-import ctypes, sys, threading
+import ctypes, signal, sys, threading
 from vit.distributed.exit import StopSignals
 
 def let_go():
@@ -26,6 +26,7 @@ def let_go():
     sys.stdin.readline()
     libc.pthread_mutex_unlock(mutex)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
 libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)

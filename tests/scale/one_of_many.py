@@ -173,7 +173,8 @@ def let_others_speak(counts: Counts) -> None:
 
 def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
     local = {"LOCAL_RANK": rank % RANKS_OF_A_HOST, "LOCAL_WORLD_SIZE": RANKS_OF_A_HOST}
-    variables = {"RANK": rank, "WORLD_SIZE": size, **local}
+    store_at = {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    variables = {"RANK": rank, "WORLD_SIZE": size, **local, **store_at}
     os.environ.update({name: str(value) for name, value in variables.items()})
     host = HostDevices(host_of(rank), RANKS_OF_A_HOST, 0, 8, "no CUDA runtime is found")
     dist.rendezvous = lambda *_, **__: iter([(store, rank, size)])

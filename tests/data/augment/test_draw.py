@@ -241,12 +241,14 @@ def test_jitter_without_strength_needs_no_column():
         (
             {"auto_augment": "ta_wide"},
             1,
-            "augment.auto_augment needs color images (model.in_chans=3): set it to null",
+            "augment.auto_augment needs color images (model.in_chans=3): set"
+            " augment.auto_augment=null",
         ),
         (
             {"randaugment_layers": 2},
             1,
-            "augment.randaugment_layers needs color images (model.in_chans=3): set it to 0",
+            "augment.randaugment_layers needs color images (model.in_chans=3): set"
+            " augment.randaugment_layers=0",
         ),
         (
             {"color_jitter": (0.1, 0.1, 0.0, 0.1)},
