@@ -22,8 +22,13 @@ export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 # stage SECONDS NAME COMMAND...: run a stage for at most SECONDS, and add its output to log.txt.
 stage() {
-  local limit_s=$1 name=$2 began_s=$SECONDS
+  local limit_s=$1 name=$2 began_s=$SECONDS left_s=$((720 - SECONDS))
   shift 2
+  limit_s=$((limit_s < left_s ? limit_s : left_s))
+  if ((limit_s < 20)); then
+    echo "== $name: not run, because no time was left" | tee -a "$out/log.txt"
+    return
+  fi
   echo "== $name" | tee -a "$out/log.txt"
   timeout --kill-after=10 "$limit_s" "$@" 2>&1 | tee -a "$out/log.txt"
   echo "== $name: status ${PIPESTATUS[0]}, $((SECONDS - began_s)) s" | tee -a "$out/log.txt"
@@ -35,7 +40,7 @@ check() {
     --device "$device" ${small[@]+"${small[@]}"} --out "$out" --minutes "$minutes" --only "$@"
 }
 
-check 2 vit_b16
+check 3 vit_b16
 check 2 slots waits graphs memory
 stage 200 "real images" python3 benchmarks/gpu_check/real_images.py "$kit/shards" \
   --out "$out" --device "$device" --epochs "${EPOCHS:-30}"
