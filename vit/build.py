@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -116,13 +114,13 @@ def _build(
     # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint's values into them.
     state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if newest is not None:
-        state = checkpoints.state_of(newest[1])
+        state = checkpoints.state_of(newest.info)
         fit_state(state, place.folder, facts, data.plan, world)
-        notes.append(rate_notes(newest[1], config, data, state))
-        checkpoints.load_checkpoint(newest[0], train_step)
+        notes.append(rate_notes(newest.info, config, data, state))
+        checkpoints.load_checkpoint(newest.folder, train_step)
         times.end("checkpoint")
 
-    # 6. metrics.jsonl. Rank 0 starts first, because it creates the folder.
+    # 6. The folder of a new run, in which another process may have been faster, and the record.
     if world.broadcast_from_main(lambda: not lock.is_held and place.create(lock)):
         return _build(config, world, allowed, parts, place, lock, signals)
     record = world.main_first(
@@ -152,9 +150,9 @@ def _build(
 
 
 def _config_of_step(
-    config: Config, newest: tuple[Path, dict[str, Any]] | None, plan: Plan
+    config: Config, newest: checkpoints.FoundCheckpoint | None, plan: Plan
 ) -> Config:
     """Return `config`, with compilation turned off if the run has already finished all steps."""
-    if newest is None or not checkpoints.state_of(newest[1]).is_over(plan):
+    if newest is None or not checkpoints.state_of(newest.info).is_over(plan):
         return config
     return config_io.with_settings(config, {"train.compile": False})

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -234,10 +234,18 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
     return info
 
 
+class FoundCheckpoint(NamedTuple):
+    """A complete checkpoint of a run."""
+
+    folder: Path
+    info: dict[str, Any]
+    """The content of `checkpoint.json`."""
+
+
 def newest_checkpoint(
     run_dir: Path, verify: bool = False, log_line: Callable[[str], None] = print
-) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint of a run and its `checkpoint.json`, or None.
+) -> FoundCheckpoint | None:
+    """Return the newest checkpoint of a run, or None.
 
     verify: compare sizes and hashes, rename damaged checkpoints, report them through `log_line` and
     try the next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
@@ -245,14 +253,13 @@ def newest_checkpoint(
     must not start the run over.
     """
     with reading(run_dir / CHECKPOINTS):
-        # For a folder without permission, `listdir` raises an error, but `glob` would return
-        # nothing.
-        # For a link to nowhere, it raises an error as well, because the run must not start over.
+        # `listdir` raises an error for a folder without permission and for a link to nowhere.
+        # `glob` would return nothing, and the run would start over.
         names = os.listdir(run_dir / CHECKPOINTS) if os.path.lexists(run_dir / CHECKPOINTS) else []
         candidates = complete_checkpoints(run_dir)
     for folder in candidates:
         try:
-            return folder, read_info(folder, verify)
+            return FoundCheckpoint(folder, read_info(folder, verify))
         except CheckpointError as error:
             if not folder.exists():  # a live run has replaced it with a newer checkpoint
                 return newest_checkpoint(run_dir, verify, log_line)
@@ -330,4 +337,4 @@ def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new
     with suppress(OSError, CheckpointError):  # report only the signal
         folder.mkdir(parents=True, exist_ok=True)
         newest = newest_checkpoint(folder)
-        mark_stopped(folder, newest[1]["step"] if newest else 0, number.name)
+        mark_stopped(folder, newest.info["step"] if newest else 0, number.name)

@@ -56,8 +56,8 @@ OF_A_HOST = {
 
 def find_checkpoint(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str], world: World
-) -> tuple[Path, dict] | None:
-    """Return the checkpoint from which to resume and its `checkpoint.json`; None in a new folder.
+) -> checkpoints.FoundCheckpoint | None:
+    """Return the checkpoint from which to resume; None in a new folder.
 
     All ranks must call this. settings: the result of `config_io.to_dict`. facts: other values that
     must match. allowed: settings that may differ. Raises ValueError if the checkpoint belongs to
@@ -70,15 +70,14 @@ def find_checkpoint(
         )
         if newest is None:
             return None
-        path, info = newest
-        check_belongs(path, info, settings, facts, allowed)
-        return path.name, info
+        check_belongs(newest.folder, newest.info, settings, facts, allowed)
+        return newest.folder.name, newest.info
 
     newest = world.broadcast_from_main(read_newest)
     if newest is None:
         return None
     name, info = newest
-    return folder / CHECKPOINTS / name, info
+    return checkpoints.FoundCheckpoint(folder / CHECKPOINTS / name, info)
 
 
 def fit_state(
@@ -107,11 +106,16 @@ def rate_notes(info: dict[str, Any], config: Config, data: RunData, state: RunSt
     """
     before = config_io.from_dict(info["config"], "the checkpoint")
     plan, _ = make_plan(before, data.train_set.num_draws, 1, data.train_set.shares)
-    last = max(state.step - 1, 0)
-    old, unchanged = (rates(*each)[0](last) for each in ((before, plan), (config, data.plan)))
-    if state.is_over(data.plan) or abs(old - unchanged) <= NOTABLE_JUMP * old:
+    rate_before, _ = rates(before, plan)
+    rate_now, _ = rates(config, data.plan)
+
+    last_step = max(state.step - 1, 0)
+    old = rate_before(last_step)
+    is_equal = abs(old - rate_now(last_step)) <= NOTABLE_JUMP * old
+    if state.is_over(data.plan) or is_equal:
         return Notes()
-    new = rates(config, data.plan)[0](state.step)
+
+    new = rate_now(state.step)
     return Notes(
         lines=(
             f"note: the learning rate goes from {old:.3g} to {new:.3g} at step {state.step},"

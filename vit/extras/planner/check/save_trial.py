@@ -50,7 +50,7 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
         step = checkpoints.state_of(info).step
         lines = [f"resumes at step {step:,} from {folder.name}, {state}"]
     keep_last = trial.config.checkpoint.keep_last
-    if newest is None or newest[1]["step"] < trial.data.plan.total_steps:
+    if newest is None or newest.info["step"] < trial.data.plan.total_steps:
         lines += check_disk(trial.disk, trial.run_dir, keep_last).lines
     return [(Verdict.OK, line) for line in lines]
 
