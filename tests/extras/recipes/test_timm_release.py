@@ -21,8 +21,7 @@ from timm.scheduler.scheduler_factory import scheduler_kwargs
 from vit.config.io import from_dict
 from vit.extras.recipes.importing import import_recipe, nested
 from vit.extras.recipes.timm_table import TABLE
-from vit.optim.schedule import lr_at
-from vit.training.plan import make_plan
+from vit.training.plan import make_plan, rates
 
 VIT = "--model vit_base_patch16_224 --batch-size 128 --opt adamw --lr 3e-3"
 RELEASE = TABLE.source.rpartition(" ")[2]
@@ -142,25 +141,13 @@ def test_each_step_of_the_imported_schedule_has_timms_rate(flags):
     config = from_dict(nested(imported.settings), "test")
     plan, _ = make_plan(config, num_samples=128 * steps_per_epoch, world_size=1)
     assert plan.total_steps == epochs * steps_per_epoch
-    ours = config.schedule
+    learning_rate, _ = rates(config, plan)
+
     for step in range(plan.total_steps):
         scheduler.step(step // steps_per_epoch)
         scheduler.step_update(step)
-        rate = lr_at(
-            step,
-            peak_lr=config.optim.lr,
-            total_steps=plan.total_steps,
-            warmup_steps=plan.warmup_steps,
-            name=ours.name,
-            min_lr=ours.min_lr,
-            warmup_lr=ours.warmup_lr,
-            warmup_prefix=ours.warmup_prefix,
-            decay_steps=plan.decay_steps,
-            decay_form=ours.decay_form,
-            cooldown_steps=plan.cooldown_steps,
-            interval_steps=steps_per_epoch if ours.interval == "epoch" else 1,
-        )
-        assert rate == pytest.approx(group.param_groups[0]["lr"], rel=1e-9), step
+        expected = group.param_groups[0]["lr"]
+        assert learning_rate(step) == pytest.approx(expected, rel=1e-9), step
 
 
 def test_a_decay_that_we_lack_is_reported_in_numbers():
