@@ -15,6 +15,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 from vit.distributed.exit import run_command
@@ -70,8 +71,6 @@ def download_wheels(folder: Path, python: str) -> None:
 
 
 def _with_versions() -> Iterator[str]:
-    from importlib.metadata import version
-
     for package in PACKAGES:
         yield f"{package}=={version(package)}"
 

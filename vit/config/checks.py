@@ -94,8 +94,9 @@ def _is_given(section: Section, key: str) -> bool:
 def _void(config: Config, section: Section, prefix: str) -> Iterator[Problem]:
     """Yield the settings of `section` without those they need (`OnlyWith`). prefix: "optim."."""
     for key, field in type(section).model_fields.items():
-        conditions = [each for each in field.metadata if isinstance(each, OnlyWith)]
-        for needed in conditions if _is_given(section, key) else ():
+        if not _is_given(section, key):
+            continue
+        for needed in [each for each in field.metadata if isinstance(each, OnlyWith)]:
             fits, keys, values, remedies = zip(
                 *(_judge(config, section, prefix, each) for each in needed.conditions), strict=True
             )

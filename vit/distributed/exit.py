@@ -137,7 +137,8 @@ class StopSignals:
         try:
             yield
         except Exception as error:
-            deadline = time.monotonic() + SIGNAL_S * (not isinstance(error, ValueError))
+            wait_s = 0.0 if isinstance(error, ValueError) else SIGNAL_S
+            deadline = time.monotonic() + wait_s
             while not self.received and time.monotonic() < deadline:
                 time.sleep(0.01)
             if self.received:

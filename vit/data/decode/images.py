@@ -156,10 +156,10 @@ def _why_not(data: bytes, error: Exception) -> str:
         if HEIC_MAGIC.match(data) and not READS_HEIF:
             return f"HEIC photos cannot be read; {how_to_convert('.heic')}"
         is_tiff = data.startswith((b"II*", b"II+", b"MM\0"))
+        remedy = ": a TIFF of too many bits or bands for Pillow; convert it to 8 bits"
         return (
             f"not an image; expected one of {', '.join(_formats())}, but the data begin with"
-            f" {data[:16]!r}"
-            f"{': a TIFF of too many bits or bands for Pillow; convert it to 8 bits' * is_tiff}"
+            f" {data[:16]!r}{remedy if is_tiff else ''}"
         )
     return str(error) or type(error).__name__
 
