@@ -35,6 +35,7 @@ MIXED = AugmentConfig(
     mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2, erasing_prob=0.5
 )
 SIMPLE = AugmentConfig(crop="simple")
+PADDED = AugmentConfig(crop="padded")
 
 
 def create(
@@ -49,7 +50,9 @@ def tensors(loader: Loader) -> list[list[torch.Tensor]]:
     return [[b.ids, b.labels, b.images.clone(), b.table.clone()] for b in loader]
 
 
-@pytest.mark.parametrize("augment", [MIXED, SIMPLE], ids=["mixed", "simple crop"])
+@pytest.mark.parametrize(
+    "augment", [MIXED, SIMPLE, PADDED], ids=["mixed", "simple crop", "padded crop"]
+)
 @pytest.mark.parametrize(("ranks", "workers", "start"), [(1, 0, 0), (2, 3, 0), (1, 2, 3)])
 def test_each_batch_equals_that_of_a_run_at_its_size_on_any_ranks_and_workers(
     ranks, workers, start, augment, shards, monkeypatch

@@ -330,9 +330,10 @@ class AugmentConfig(Section):
     By default, images are only cropped and flipped.
     """
 
-    crop: Literal["random_resized", "simple"] = "random_resized"
+    crop: Literal["random_resized", "simple", "padded"] = "random_resized"
     """`random_resized`: a window of random area and aspect (Inception); `simple`: resize to cover
-    the view, then crop at random with 4 pixels of reflected margin (DeiT III)."""
+    the view, then crop at random with 4 pixels of reflected margin (DeiT III); `padded`: the same
+    with a black margin, as CIFAR recipes do.""" ""
     crop_scale: Annotated[
         tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]],
         OnlyWith("crop=random_resized"),

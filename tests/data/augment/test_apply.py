@@ -77,10 +77,11 @@ def test_normalization_equals_torchvision(channels, mean, std):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-def test_the_simple_crop_is_a_view_of_the_reflected_image():
+@pytest.mark.parametrize(("crop", "padding_mode"), [("simple", "reflect"), ("padded", "constant")])
+def test_simple_and_padded_crops_are_views_of_the_padded_image(crop, padding_mode):
     """The shorter side of the image equals the crop size, so the image is not resized. torchvision
     pads the image and crops it at the random position that our code draws."""
-    config = AugmentConfig(crop="simple", hflip_prob=0.0)
+    config = AugmentConfig(crop=crop, hflip_prob=0.0)
     num = 60
     side = 32
     widths, heights = np.array([48, 32, 32] * (num // 3)), np.array([32, 40, 32] * (num // 3))
@@ -105,7 +106,7 @@ def test_the_simple_crop_is_a_view_of_the_reflected_image():
         originals, crops.tolist(), shifts.tolist(), inputs, strict=True
     ):
         theirs = tv.crop(
-            tv.pad(original, [4], padding_mode="reflect"),
+            tv.pad(original, [4], padding_mode=padding_mode),
             top + down + 4,
             left + right + 4,
             side,

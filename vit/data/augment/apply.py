@@ -1,6 +1,6 @@
 """Augment batches on the device, as a pure function of (images, labels, table).
 
-Images stay uint8 through the first steps: the reflected margin of the simple crop, the flip, and
+Images stay uint8 through the first steps: the margin of the simple or padded crop, the flip, and
 the operations of RandAugment, 3-Augment and color jitter, which are grouped by kind
 (`vit.data.augment.rounds`). The images are then converted to float32 and normalized by the mean and
 standard deviation of the data. Finally, boxes are erased, and rows and labels are mixed with their
@@ -96,7 +96,8 @@ class Augment:
             rows = slice(start, start + block_rows)
             block = images[rows]
             if self.layout.shift is not None:
-                block = pixel_ops.shift_reflected(block, *on_device[rows].unbind(1))
+                reflect = self.config.crop == "simple"
+                block = pixel_ops.shift(block, *on_device[rows].unbind(1), reflect=reflect)
             apply_rounds(rounds, rows, block, out[rows])
         return out
 

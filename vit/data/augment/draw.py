@@ -44,8 +44,8 @@ TRIVIAL_AUGMENT_BINS = 31
 """The number of equally likely strengths in TrivialAugment (`num_magnitude_bins` in
 torchvision)."""
 SIMPLE_CROP_MARGIN = 4
-"""The width in pixels of the reflected margin that DeiT III's simple crop adds to the resized
-image."""
+"""The width in pixels of the margin that the simple and the padded crop add to the resized image
+(DeiT III; torchvision's `RandomCrop(32, padding=4)` of CIFAR recipes)."""
 BLUR_RADIUS = (0.1, 2.0)
 """The range of the blur radius in pixels for 3-Augment's Gaussian blur."""
 NUM_TRIES = 10
@@ -108,7 +108,7 @@ def draw_crops(
 
     The decoder resizes these windows to `size` = (height, width).
     """
-    if config.crop == "simple":
+    if config.crop != "random_resized":
         return _simple_crops(keys, widths, heights, size)[0]
     return _random_resized_crops(config, keys, widths, heights)
 
@@ -148,10 +148,10 @@ def _simple_crops(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Draw DeiT III's simple random crops (facebookresearch/deit:augment.py).
 
-    The image is resized until it just covers `size` and padded by four reflected pixels on each
-    side. A window of `size` is then cut out. Returns windows (B, 4) like `draw_crops`, and how far
-    each view extends beyond the image in x and y, (B, 2), in pixels of the view. Windows begin at
-    the stored pixel that is nearest to the drawn position.
+    The image is resized until it just covers `size` and padded by four pixels on each side. A
+    window of `size` is then cut out. Returns windows (B, 4) like `draw_crops`, and how far each
+    view extends beyond the image in x and y, (B, 2), in pixels of the view. Windows begin at the
+    stored pixel that is nearest to the drawn position.
     """
     height, width = size
     w = widths.astype(np.float64)
@@ -164,7 +164,7 @@ def _simple_crops(
         covered = np.maximum(resized, side)
         places = covered + 2 * SIMPLE_CROP_MARGIN - side + 1
         drawn = np.floor(uniform(keys, _CROP, 4, axis) * places) - SIMPLE_CROP_MARGIN
-        # The decoder crops the part inside the image. The device fills the rest by reflection.
+        # The decoder crops the part inside the image. The device fills the rest.
         inside = np.clip(drawn, 0, covered - side)
         crop = np.clip(np.rint(np.minimum(w / width, h / height) * side), 1, stored)
         starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))

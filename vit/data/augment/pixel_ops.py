@@ -297,10 +297,11 @@ def affine_nearest(
     return torch.where(inside[:, None], nearest_pixels.view_as(images), fill, out=out)
 
 
-def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """Shift the view by `right` and `down` pixels (B,) int64, and reflect the image at its border.
+def shift(images: Tensor, right: Tensor, down: Tensor, *, reflect: bool) -> Tensor:
+    """Shift the view by `right` and `down` pixels (B,) int64.
 
-    The reflection does not repeat the outermost pixels. Accepts images of any dtype.
+    Outside of the image are zeros or, if `reflect`, its reflection, which does not repeat the
+    outermost pixels. Accepts images of any dtype.
     """
     height, width = images.shape[-2:]
     row, column = (_range(side, torch.int64, images.device) for side in (height, width))
@@ -310,7 +311,11 @@ def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
     )
     rows = _range(len(images), torch.int64, images.device).view(-1, 1, 1)
     # Advanced indices around a slice put the channels last, which matches their order in memory.
-    return images[rows, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
+    shifted = images[rows, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
+    if reflect:
+        return shifted
+    outside = (y != row + down[:, None])[:, :, None] | (x != column + right[:, None])[:, None]
+    return shifted.masked_fill_(outside[:, None], 0)
 
 
 def in_box(images: Tensor, box: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def table_layout(config: AugmentConfig) -> TableLayout:
         op_columns.append(OpColumn(op_set, column))
         column += 4 if op_set == "big_vision" else 2
     shift = None
-    if config.crop == "simple":
+    if config.crop != "random_resized":
         shift = column
         column += 2
     erase = None
