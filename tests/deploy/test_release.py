@@ -26,7 +26,7 @@ LISTED = subprocess.run(
     text=True,
     cwd=REPOSITORY,
 ).stdout.split("\0")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(len(LISTED) < 2, reason="not a git checkout")]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(len(LISTED) < 2, reason="not a git checkout")]
 DATED = "## 0.2.0, 2026-11-26\n\n**Planted.** A line of the changelog.\n\n## 0.1.0, 2026-11-20"
 
 

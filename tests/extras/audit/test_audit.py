@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_and_resumed_with_other_settings_is_equal(place, 
     assert audited(capsys, tmp_path / "run", *EVERY) == (0, {})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_of_two_ranks_is_equal_on_one_and_three_if_it_is_exact(place, tmp_path):
     train(place / "tiny.yaml", tmp_path / "run", *KEEP, *EXACT, ranks=2)
     for ranks in (0, 2, 3):
@@ -99,7 +99,7 @@ def test_a_run_of_two_ranks_is_equal_on_one_and_three_if_it_is_exact(place, tmp_
         assert done.stdout.count(": equal") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_plain_run_is_repeated_only_on_its_number_of_ranks(place, tmp_path):
     run_dir = tmp_path / "run"
     train(place / "tiny.yaml", run_dir, *KEEP, ranks=2)
@@ -176,6 +176,7 @@ def test_a_flipped_bit_in_a_kept_checkpoint_is_found_with_its_tensor(honest, cap
     assert f"1 tensor(s) differ: optim.exp_avg.{FLIPPED}, first at 5" in text
 
 
+@pytest.mark.full
 def test_an_edited_checkpoint_json_is_found(honest, capsys):
     path = honest / "checkpoints" / "step_00000012" / "checkpoint.json"
     path.write_text(path.read_text().replace('"step": 12', '"step": 13'))
@@ -203,8 +204,16 @@ def _place_of(path: Path, name: str) -> int:
             *("steps 7 to 9", (8, "train line: loss")),
             marks=pytest.mark.full,
         ),
-        ("eval", 6, lambda line: line.update(top1_ema=99.5), "steps 4 to 6", (6, "eval line")),
-        ("epoch", 5, lambda line: line.update(sample_checksum="0"), "steps 4 to 6", (5, "epoch")),
+        pytest.param(
+            *("eval", 6, lambda line: line.update(top1_ema=99.5)),
+            *("steps 4 to 6", (6, "eval line")),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *("epoch", 5, lambda line: line.update(sample_checksum="0")),
+            *("steps 4 to 6", (5, "epoch")),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_an_edited_record_is_found_with_its_step(
@@ -229,6 +238,7 @@ def test_an_edited_hash_in_the_record_is_found_without_a_repetition(honest, caps
     assert differences["steps 7 to 9"] == [[9, "the state agrees, so the record was changed"]]
 
 
+@pytest.mark.full
 def test_a_removed_line_of_the_record_is_found(honest, capsys):
     path = honest / "metrics.jsonl"
     rows = [row for row in path.read_text().splitlines(True) if '"train", "step": 8,' not in row]
@@ -239,6 +249,7 @@ def test_a_removed_line_of_the_record_is_found(honest, capsys):
     assert differences["steps 7 to 9"][0][1].startswith("loss missing in the record")
 
 
+@pytest.mark.full
 def test_a_changed_learning_rate_is_found_in_the_second_loss(honest, capsys):
     path = honest / "config.yaml"
     path.write_text(re.sub(r"(?m)^  lr: .*$", "  lr: 0.002", path.read_text()))

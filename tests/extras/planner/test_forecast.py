@@ -170,7 +170,7 @@ def test_a_model_that_is_too_large_is_reported():
     assert forecast.memory.weights > 23.5 * GIB
 
 
-@pytest.mark.parametrize(("steps", "every"), [(10, 3), (9, 3), (2, 3), (3, 3), (1, None)])
+@pytest.mark.parametrize(("steps", "every"), [(10, 3), (2, 3), (1, None)])
 def test_the_number_of_evaluations_equals_the_plans(steps, every):
     config = config_of(train={"steps": steps}, eval={"every_steps": every})
     forecast = make_forecast(config, 1, H200)

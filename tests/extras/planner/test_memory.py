@@ -243,6 +243,7 @@ print(status("VmHWM") - before)  # the result has no pages yet: it is written la
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.full
 def test_counted_temporaries_of_the_augmentation_agree_with_measured_ones():
     rows = 256
     code = AUGMENT.replace("ROWS", str(rows))
