@@ -124,6 +124,7 @@ def test_counts_operations_for_the_measured_micro_batch(no_data):
     assert row["flops_per_image"] != train_flops_per_image(model, 12)
 
 
+@pytest.mark.full
 def test_sweeps_micro_batches_in_equal_batches_and_proposes_the_fastest(no_data):
     arguments = ("--steps", 3, "--sweep", "data.micro_batch_size=12")
     done = bench(no_data, *arguments, "--json")

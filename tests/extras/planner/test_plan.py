@@ -84,6 +84,7 @@ def test_describes_a_small_run_in_seconds_and_whole_numbers():
     assert "memory       0.0 of" not in done.stdout
 
 
+@pytest.mark.full
 def test_an_unknown_gpu_and_the_limits_of_a_machine_are_taken_from_flags():
     """The demo computes in fp32, for which the data sheet of an H100 has a peak of 66.9 TFLOP/s."""
     h100 = ("--peak-tflops", "66.9", "--bandwidth-gbs", "3352", "--memory-gib", "79.1")

@@ -72,6 +72,7 @@ def result(
     }
 
 
+@pytest.mark.full
 def test_the_planner_reads_the_results_of_the_benchmark(tmp_path):
     assert choose_speed("vit_b16", "bf16", B16_FLOPS, H200, True, tmp_path).factor == 1
     with torch.device("meta"):
