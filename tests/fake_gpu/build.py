@@ -4,6 +4,7 @@ The C++ files in `cuda/` become `libcuda.so.1`, which is preloaded, so that its 
 those of the CUDA runtime, the driver and cuBLAS in torch's libraries. All other functions that
 torch's libraries ask for only say that they are missing. NVML is a library of its own. The
 build takes two seconds, and is stored in a folder named after the sources and torch's version.
+The folder outlives the session, with all that Triton and Inductor compiled for the fake GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SOURCES = sorted((HERE / "cuda").iterdir())
 TORCH_VERSIONS = ("2.15",)
 """The versions whose calls of CUDA are known. Another version may call functions that are missing,
 or expect another order of arguments."""
+CUDA_VERSION = "13"
+"""The version of the headers whose declarations the sources in `cuda/` repeat."""
 TORCH_LIBRARIES = ("torch_cuda", "c10_cuda", "torch_cuda_linalg", "torch_python", "caffe2_nvrtc")
 REPLACED = re.compile(r"cu(?!File|dnn|solver|sparse|fft|rand)(da|blas|[A-Z])\w+")
 """The functions that are not called in the real libraries. cuDNN's operators are replaced in
@@ -43,6 +46,11 @@ def reason_not_to_build() -> str:
     if not version.startswith(tuple(f"{known}." for known in TORCH_VERSIONS)):
         known = ", ".join(TORCH_VERSIONS)
         return f"the fake GPU knows torch {known}, not {version}: see {HERE / 'build.py'}"
+    cuda = torch.version.cuda
+    if cuda.partition(".")[0] != CUDA_VERSION:
+        return f"the fake GPU knows CUDA {CUDA_VERSION}, not {cuda}: see {HERE / 'build.py'}"
+    if importlib.util.find_spec("triton") is None:
+        return "the fake GPU needs Triton, whose package has the headers of CUDA"
     missing = [name for name in ("gcc", "g++", "nm") if shutil.which(name) is None]
     if missing:
         return f"the fake GPU needs {' and '.join(missing)}: apt-get install g++"
@@ -54,12 +62,13 @@ def build() -> Path:
     name = hashlib.sha256(torch.__version__.encode() + Path(__file__).read_bytes())
     for source in SOURCES:
         name.update(source.read_bytes())
-    folder = Path(
-        tempfile.gettempdir(), f"vit-tests-fake-gpu-{os.getuid()}-{name.hexdigest()[:12]}"
-    )
+    # Not the folder of this session, which is deleted at its end. The space in the name makes sure
+    # that the tests also run where TMPDIR has one.
+    shared = os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = Path(shared, f"vit-tests fake-gpu-{os.getuid()}-{name.hexdigest()[:12]}")
     if folder.is_dir():
         return folder
-    with tempfile.TemporaryDirectory(prefix="vit-tests-building-") as building:
+    with tempfile.TemporaryDirectory(prefix="vit-tests-building-", dir=shared) as building:
         new = Path(building, "built")
         new.mkdir()
         _build_into(new)
@@ -131,8 +140,10 @@ def variables(folder: Path, *, nvml: bool = True) -> dict[str, str]:
 
     nvml: whether NVIDIA's management library can be loaded.
     """
-    found = {
-        "LD_PRELOAD": str(folder / "libcuda.so.1"),
+    return {
+        # A name without a folder, because LD_PRELOAD is split at spaces.
+        "LD_PRELOAD": "libcuda.so.1",
+        "LD_LIBRARY_PATH": f"{folder}:{folder / 'nvml'}" if nvml else str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
@@ -143,4 +154,3 @@ def variables(folder: Path, *, nvml: bool = True) -> dict[str, str]:
         # The start script of a child (`child.py`) is found by the name of its package.
         "PYTHONPATH": str(HERE.parent),
     }
-    return found | ({"LD_LIBRARY_PATH": str(folder / "nvml")} if nvml else {})
