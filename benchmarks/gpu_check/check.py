@@ -12,12 +12,14 @@ or after a user mistake.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import guarantees
@@ -26,7 +28,7 @@ import levers
 import torch
 from gpu_check_lines import Line, run_part
 
-from vit.distributed.exit import run_command
+from vit.distributed.exit import Interrupted, run_command
 from vit.distributed.process_group import join_world
 from vit.extras.planner.benchmark.certificate import check_writable, write_promises, write_results
 from vit.system.command_line import Parser
@@ -80,15 +82,20 @@ def main() -> None:
                 f" {', '.join(part.name for part in all_parts)}"
             )
         print(f"{devices['name']}, torch {torch.__version__}", flush=True)
-        lines = []
+        lines: list[Line] = []
         written = None
+        signal.signal(signal.SIGTERM, _interrupt)
         for part in chosen:
             left_s = 60 * args.minutes - (time.monotonic() - began_s)
-            new_lines = run_part(part.title, part.run, part.budget_s, left_s, show)
-            lines += new_lines
-            # The machine may be taken away at any time, so each part is written when it ends.
-            if args.out is not None:
-                written = _write(args.out, devices["name"], args.device, new_lines)
+            new_lines: list[Line] = []
+            # The machine may be taken away at any time, so each part is written when it ends, also
+            # because of a signal.
+            try:
+                run_part(part.title, part.run, part.budget_s, left_s, partial(_take, new_lines))
+            finally:
+                lines += new_lines
+                if args.out is not None and new_lines:
+                    written = _write(args.out, devices["name"], args.device, new_lines)
     if written is not None:
         print(f"written: {written} and a .md file")
     num_kept = sum(line.passed is True for line in lines)
@@ -258,9 +265,15 @@ def _find_devices(device: str) -> dict[str, Any]:
     return line.numbers
 
 
-def show(line: Line) -> None:
-    """Print a line immediately, because the next part may take minutes."""
+def _take(lines: list[Line], line: Line) -> None:
+    """Append a line, and print it immediately, because the next part may take minutes."""
+    lines.append(line)
     print(line, flush=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End with an error, so that the part that runs, a process group of its own, is killed."""
+    raise Interrupted(number, "in the middle of a part")
 
 
 def _write(folder: Path, device: str, device_type: str, lines: Sequence[Line]) -> str:

@@ -74,6 +74,33 @@ def test_a_part_without_time_is_not_run_and_breaks_nothing(tmp_path):
     assert [line["passed"] for line in promises_in(tmp_path)] == [True, None, None]
 
 
+def test_a_signal_ends_the_part_that_runs_and_keeps_its_lines(tmp_path):
+    script = tmp_path / "stopped.py"
+    script.write_text(f"""
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(Path(SCRIPT).parent)!r})
+import check
+from gpu_check_lines import Line
+def endless():
+    Path("part.pid").write_text(str(os.getpid()))
+    yield Line("good", True, "")
+    time.sleep(3600)
+take = check._take
+def take_and_stop(lines, line):
+    take(lines, line)
+    os.kill(os.getpid(), signal.SIGTERM)
+check._take = take_and_stop
+check.parts = lambda *arguments: [check.GpuCheck("slots", "endless", 3600, endless)]
+check.run_command(check.main)
+""")
+    done = run(str(script), *CPU, "--out", tmp_path, cwd=tmp_path)
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert "ended by SIGTERM" in done.stderr
+    assert not Path("/proc", (tmp_path / "part.pid").read_text()).exists()
+    assert [line["what"] for line in promises_in(tmp_path)] == ["good"]
+
+
 def test_speed_comes_first_and_kills_last():
     names = [part.name for part in check.parts(torch.device("cuda"), False, Path("unused"), 2)]
     assert names[0] == "vit_b16"
