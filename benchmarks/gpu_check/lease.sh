@@ -6,32 +6,51 @@
 #   OUT=results bash benchmarks/gpu_check/lease.sh build/lease
 #   OUT=results DEVICE=cpu EPOCHS=2 bash benchmarks/gpu_check/lease.sh build/lease     # rehearsal
 set -uo pipefail
+: "${1:?the folder of make lease-kit}" "${OUT:?a folder for results}"
+kit=$(realpath -m "$1")
+out=$(realpath -m "$OUT")
 cd "$(dirname "$0")/../.."
-kit=${1:?the folder of make lease-kit}
-out=${OUT:?a folder for results}
 device=${DEVICE:-cuda}
 small=()
 [[ $device == cpu ]] && small=(--small)
-mkdir -p "$out"
+if [[ ! -d $kit/wheels || ! -d $kit/shards ]]; then
+  echo "error: $kit: expected folders wheels and shards: run make lease-kit IMAGES=FOLDER" >&2
+  exit 2
+fi
+mkdir -p "$out" && touch "$out/log.txt" || exit 2
+exec > >(tee -a "$out/log.txt") 2>&1
 
 site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+# A stage runs in the background, because bash handles a signal only after the command that it waits
+# for, and would then begin the next stage.
+stop() {
+  local process
+  for process in $(jobs -p); do
+    kill -- "-$process" 2>/dev/null || kill "$process" # `timeout` makes itself the leader of a group
+    wait "$process"
+  done
+  exit 143
+}
+trap stop INT TERM
 # Nothing is installed over the machine's own packages, such as its torch.
-python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$kit"/wheels/*.whl \
-  2>"$out/install.txt" || cat "$out/install.txt"
+python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$kit"/wheels/*.whl
 export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-# stage SECONDS NAME COMMAND...: run a stage for at most SECONDS, and add its output to log.txt.
+# stage SECONDS NAME COMMAND...: run a stage for at most SECONDS.
 stage() {
-  local limit_s=$1 name=$2 began_s=$SECONDS left_s=$((720 - SECONDS))
+  local limit_s=$1 name=$2 began_s=$SECONDS left_s=$((720 - SECONDS)) status
   shift 2
   limit_s=$((limit_s < left_s ? limit_s : left_s))
   if ((limit_s < 20)); then
-    echo "== $name: not run, because no time was left" | tee -a "$out/log.txt"
+    echo "== $name: not run, because no time was left"
     return
   fi
-  echo "== $name" | tee -a "$out/log.txt"
-  timeout --kill-after=10 "$limit_s" "$@" 2>&1 | tee -a "$out/log.txt"
-  echo "== $name: status ${PIPESTATUS[0]}, $((SECONDS - began_s)) s" | tee -a "$out/log.txt"
+  echo "== $name"
+  timeout --kill-after=10 "$limit_s" "$@" &
+  wait $!
+  status=$?
+  echo "== $name: status $status, $((SECONDS - began_s)) s"
 }
 check() {
   local minutes=$1
