@@ -9,7 +9,6 @@ rest of `--mib`, the same number from each class. Five sixths of them are for tr
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,18 +33,21 @@ BYTES_AROUND_AN_IMAGE = 1_750
 
 def main() -> None:
     args = read_command_line()
-    folder = args.out
-    shutil.rmtree(folder, ignore_errors=True)
-    wheels = folder / "wheels"
-    download_wheels(wheels, args.python)
-    free_bytes = args.mib * 2**20 - size_of(wheels)
-
-    with tempfile.TemporaryDirectory(prefix="vit-lease-") as scratch:
-        count = link_images(args.images, Path(scratch), free_bytes)
-        command = [sys.executable, "-m", "data_prep.imagefolder", scratch]
-        shards = str(folder / "shards")
-        subprocess.run([*command, "--out", shards, "--num-shards", "4"], check=True)
-    print(f"{folder}: {count:,} images, {size_of(folder) / 2**20:.1f} MiB with the wheels")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the kit, so that one `rename` completes it.
+    with tempfile.TemporaryDirectory(prefix=".vit-lease-", dir=args.out.parent) as scratch:
+        folder = Path(scratch, "kit")
+        download_wheels(folder / "wheels", args.python)
+        free_bytes = args.mib * 2**20 - size_of(folder)
+        images = Path(scratch, "images")
+        count = link_images(args.images, images, free_bytes)
+        command = [sys.executable, "-m", "data_prep.imagefolder", str(images)]
+        shards = folder / "shards"
+        run([*command, "--out", str(shards), "--num-shards", "4"], f"no shards of {args.images}")
+        (shards / "contact_sheet.png").unlink()  # a megabyte for people
+        size_mib = size_of(folder) / 2**20
+        folder.rename(args.out)
+    print(f"{args.out}: {count:,} images, {size_mib:.1f} MiB with the wheels")
 
 
 def read_command_line() -> Namespace:
@@ -59,6 +61,8 @@ def read_command_line() -> Namespace:
     for split in SHARES:
         if not (args.images / split).is_dir():
             parser.error(f"{args.images}: no folder {split}; expected {split}/<class>/*.jpg")
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        parser.error(f"--out {args.out}: already exists: remove it, or name another folder")
     return args
 
 
@@ -67,7 +71,15 @@ def download_wheels(folder: Path, python: str) -> None:
     platforms = [flag for name in PLATFORMS for flag in ("--platform", name)]
     options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", *platforms]
     line = [*options, "--python-version", python, "--dest", str(folder), *_with_versions()]
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *line], check=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *line]
+    run(command, f"no wheels for Python {python} from pip's package index")
+
+
+def run(line: list[str], failure: str) -> None:
+    """Run a command, which prints why it fails. Raises ValueError with `failure` if it does."""
+    status = subprocess.run(line).returncode
+    if status:
+        raise ValueError(f"{failure}: {line[2]} ended with status {status}, see above")
 
 
 def _with_versions() -> Iterator[str]:
