@@ -19,7 +19,9 @@ from torch import Tensor
 from vit.checkpoint.saver import Saver
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
+from vit.step import TrainStep
 from vit.training import objective
+from vit.training.step_result import StepResult
 
 
 def before(owner: Any, name: str, fault: Callable[..., object]) -> None:
@@ -50,6 +52,18 @@ def wait_for_the_device(*_: object) -> None:
     torch.cuda.synchronize()
 
 
+def plant_an_early_read() -> None:
+    """Read the result of each step as soon as the step is queued."""
+    unchanged = TrainStep.__call__
+
+    def queue_and_read(*arguments: Any) -> StepResult:
+        result = unchanged(*arguments)
+        result.read()
+        return result
+
+    TrainStep.__call__ = queue_and_read
+
+
 def plant_another_layout() -> None:
     """Pass the batches of all steps but the first two on in another layout of memory."""
     unchanged = Augment.change_batch
@@ -70,6 +84,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "a pageable copy": lambda: before(objective, "margins", copy_pageable_memory),
     "a tensor of the host": lambda: before(objective, "margins", use_a_tensor_of_the_host),
     "a save that waits": lambda: before(Saver, "save", wait_for_the_device),
+    "a result that is read at once": plant_an_early_read,
     "another layout": plant_another_layout,
 }
 

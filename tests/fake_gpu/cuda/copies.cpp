@@ -80,8 +80,8 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) {
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) {
-  fake::log_stack("wait", "cudaEventSynchronize");
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  fake::log_stack("wait", "cudaEventSynchronize", event);
   return cudaSuccess;
 }
 

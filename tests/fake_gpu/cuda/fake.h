@@ -20,7 +20,8 @@ std::recursive_mutex &mutex();
 // log.cpp
 bool is_logging();
 void log(const char *kind, const char *format, ...) __attribute__((format(printf, 2, 3)));
-void log_stack(const char *kind, const char *what);  // a line, and the calling thread's Python stack
+// A line, and the calling thread's Python stack.
+void log_stack(const char *kind, const char *what, const void *object = nullptr);
 
 // devices.cpp
 size_t total_bytes();

@@ -37,10 +37,10 @@ void log(const char *kind, const char *format, ...) {
   if (write(log_file, line, length) < 0) log_file = -1;
 }
 
-void log_stack(const char *kind, const char *what) {
+void log_stack(const char *kind, const char *what, const void *object) {
   if (!is_logging()) return;
   std::lock_guard lock(mutex());
-  log(kind, "%s", what);
+  log(kind, "%s\t%p", what, object);
   // Python's faulthandler writes the stack of this thread to the same file before `raise` returns.
   // It needs no lock of the interpreter, which another thread may hold while it waits for torch.
   if (stack_signal) raise(stack_signal);
