@@ -95,7 +95,7 @@ def main() -> None:
             finally:
                 lines += new_lines
                 if args.out is not None and new_lines:
-                    written = _write(args.out, devices["name"], args.device, new_lines)
+                    written = _write(args.out, devices["name"], args.device, part.title, new_lines)
     if written is not None:
         print(f"written: {written} and a .md file")
     num_kept = sum(line.passed is True for line in lines)
@@ -276,15 +276,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number, "in the middle of a part")
 
 
-def _write(folder: Path, device: str, device_type: str, lines: Sequence[Line]) -> str:
-    """Add `lines` to the results, and return the path. Raises ValueError if this fails."""
+def _write(folder: Path, device: str, device_type: str, title: str, lines: Sequence[Line]) -> str:
+    """Add the lines of a part to the results, and return the path. Raises ValueError if this
+    fails."""
 
     def write() -> Iterator[Line]:
         for line in lines:
             if "result" in line.numbers:
                 write_results(folder, line.numbers["result"])
         promised = [line.to_dict() for line in lines if "result" not in line.numbers]
-        yield Line("results", True, str(write_promises(folder, device, device_type, promised)))
+        path = write_promises(folder, device, device_type, promised, title)
+        yield Line("results", True, str(path))
 
     # In a child process, because the results name the GPU: see `_find_devices`.
     [line] = run_part("results", write, 120.0)

@@ -72,6 +72,13 @@ def test_a_part_without_time_is_not_run_and_breaks_nothing(tmp_path):
     assert "2 parts were not run (no step waits, peak memory is the planner's)" in done.stdout
     # The results of an earlier call are kept.
     assert [line["passed"] for line in promises_in(tmp_path)] == [True, None, None]
+    # A later call replaces what a part did not finish.
+    run(SCRIPT, *CPU, "--only", "waits", "--out", tmp_path)
+    assert [line["what"] for line in promises_in(tmp_path)] == [
+        "the loader's slots",
+        "peak memory is the planner's",
+        "no step waits for the GPU",
+    ]
 
 
 def test_a_signal_ends_the_part_that_runs_and_keeps_its_lines(tmp_path):

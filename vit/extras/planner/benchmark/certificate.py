@@ -167,15 +167,16 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
 
 
 def write_promises(
-    folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]]
+    folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]], title: str
 ) -> Path:
-    """Write results of the check of guarantees next to the measurements of `device`.
+    """Write results of a part of the check of guarantees next to the measurements of `device`.
 
-    A line replaces the stored line with the same `what`. Other lines of the same day are kept.
-    Raises ValueError if the files cannot be written.
+    A line replaces the stored line with the same `what`, and the line `title`, which says that the
+    part did not finish. Other lines of the same day are kept. Raises ValueError if the files cannot
+    be written.
     """
     stored = _stored(_place(folder, device, device_type)).get("promises", [])
-    new = {line["what"] for line in promises}
+    new = {title, *(line["what"] for line in promises)}
     kept = [line for line in stored if line["what"] not in new]
     return write_document(folder, device, device_type, {"promises": [*kept, *promises]})
 
