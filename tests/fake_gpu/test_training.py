@@ -93,7 +93,7 @@ def train(rehearse, config: Path, folder: Path, *overrides: str, **options) -> R
 
 
 def test_a_step_is_compiled_once_and_replayed_as_a_graph(rehearse, config, tmp_path):
-    overrides = ("train.compile=reduce-overhead", "ema.decay=null")
+    overrides = ("train.compile=reduce-overhead",)
     run = train(rehearse, config, tmp_path, *overrides)
     check_waits(run.calls)
     reasons = [line for line in run.stderr.splitlines() if re.search(r"\]     - \d+/\d+: ", line)]

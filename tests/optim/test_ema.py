@@ -85,12 +85,14 @@ def test_buffers_are_copied_not_averaged():
     assert ema.module[1].num_batches_tracked.dtype == torch.int64
 
 
-def test_average_is_a_frozen_model_in_fp32_for_evaluation():
+def test_average_is_a_model_in_fp32_for_evaluation():
     model = model_with_buffers().train()
     ema = Ema(model, 0.9)
     assert not ema.module.training
+    ema.update(0)
+    # A compiled graph of the model is used for an average whose parameters require gradients, too.
     assert all(
-        parameter.dtype == torch.float32 and not parameter.requires_grad
+        parameter.dtype == torch.float32 and parameter.requires_grad and parameter.is_leaf
         for parameter in ema.module.parameters()
     )
     assert not {p.data_ptr() for p in ema.module.parameters()} & {

@@ -56,7 +56,9 @@ class Ema:
         self.every_steps = every_steps
         self.after_steps = after_steps
         self.steps_per_epoch = steps_per_epoch
-        self.module = copy.deepcopy(model).float().eval().requires_grad_(False)
+        # Parameters still require gradients, as those of the model, because torch.compile makes
+        # another graph for others. `update` and evaluations run without gradients.
+        self.module = copy.deepcopy(model).float().eval()
         # A frozen parameter never changes, so its copy is already its average.
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)
         trained = [pair for pair in pairs if pair[1].requires_grad]
