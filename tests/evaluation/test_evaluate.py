@@ -58,12 +58,14 @@ def test_evaluation_equals_a_plain_loop_over_the_images(trained_run, shards):
     split = open_split(shards, "val")
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (config.data.mean, config.data.std))
     predicted = []
+    probabilities = []
     loss = 0.0
     with torch.no_grad():
         for i in range(split.num_samples):
             image = decode_center(split.read(i), (16, 16), config.eval, "bilinear")
             logits = model(((image / 255 - mean) / std)[None])
             predicted.append(int(logits.argmax()))
+            probabilities.append(float(logits.softmax(1).max()))
             loss += torch.nn.functional.cross_entropy(
                 logits, torch.tensor([int(split.index["label"][i])])
             ).item()
@@ -81,6 +83,7 @@ def test_evaluation_equals_a_plain_loop_over_the_images(trained_run, shards):
         labels.tolist(),
         12,
     )
+    np.testing.assert_allclose(saved["probabilities"], probabilities, rtol=1e-4)
 
 
 @pytest.mark.slow

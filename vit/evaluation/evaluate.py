@@ -47,6 +47,8 @@ class Evaluation:
     predictions: Tensor
     """The predicted class of each sample, (num_images,) int64 on the CPU, in the order of the split
     and with the set's class numbers; -1 if a logit was NaN."""
+    probabilities: Tensor
+    """The softmax of each predicted class, (num_images,) float32 on the CPU."""
 
 
 class _Count:
@@ -59,6 +61,7 @@ class _Count:
         self.counter = AccuracyCounter(device)
         # Each rank writes only its own samples, so the sum over ranks contains all predictions.
         self.predictions = torch.zeros(scored.split.num_samples, dtype=torch.int64, device=device)
+        self.probabilities = torch.zeros(scored.split.num_samples, device=device)
 
     def add(self, logits: Tensor, batch: Batch, ids: Tensor) -> None:
         """Add a batch whose first rows are the samples `ids`, (filled,). The other rows are
@@ -75,11 +78,14 @@ class _Count:
         self.counter.add(logits, batch.labels, weights, accepted)
         # Index by sample number, so that the order does not depend on the batch size or the
         # number of ranks.
-        self.predictions[ids] = predicted_classes(logits.float()[: len(ids)])
+        logits = logits.float()[: len(ids)]
+        self.predictions[ids] = predicted_classes(logits)
+        self.probabilities[ids] = logits.softmax(1).amax(1)
 
     def result(self, world: World) -> Evaluation:
         """Return the result over all ranks."""
-        evaluation = Evaluation(self.counter.result(world), world.sum_(self.predictions).cpu())
+        predicted = world.sum_(self.predictions).cpu(), world.sum_(self.probabilities).cpu()
+        evaluation = Evaluation(self.counter.result(world), *predicted)
         # Without this check, the accuracy over only some images would look valid.
         if evaluation.accuracy.num_images != self.scored.num_scored:
             raise RuntimeError(
@@ -291,7 +297,8 @@ def evaluate_model(
 
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
-    """Write `predictions.npz`: predictions and labels, (num_images,) int64, and `step`.
+    """Write `predictions.npz`: predictions and labels, (num_images,) int64, the probabilities of
+    the predictions, (num_images,) float32, and `step`.
 
     Raises ValueError if the file cannot be written. The previous file is then unchanged.
     """
@@ -303,6 +310,7 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
             np.savez(
                 file,
                 predictions=result.predictions.numpy(),
+                probabilities=result.probabilities.numpy(),
                 labels=split.index["label"].astype(np.int64),
                 step=step,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
 import re
@@ -91,9 +92,8 @@ def check_self_contained(page: Page) -> list[Image.Image]:
                 "poster",
                 "background",
             ):
-                assert value.startswith("#") or (
-                    tag == "img" and value.startswith("data:image/png;base64,")
-                ), place
+                is_picture = tag == "img" and value.startswith("data:image/png;base64,")
+                assert value.startswith("#") or is_picture or value == "mistakes.csv", place
             # Browsers never load namespaces, and only display the text of the other attributes.
             if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):
                 assert not re.search("https?:|javascript:", value), place
@@ -168,8 +168,31 @@ def test_one_file_holds_everything(finished):
     assert [line["step"] for line in metrics(run_dir, "norms")] == [5, 10, 12]
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {attributes["href"][1:] for attributes in page.attributes("a")} <= set(ids)
+    targets = {attributes["href"] for attributes in page.attributes("a")}
+    assert "mistakes.csv" in targets
+    assert {target[1:] for target in targets - {"mistakes.csv"}} <= set(ids)
     assert len(page.html) < 3e6
+
+
+def test_the_table_of_mistakes_has_each_wrong_image_once(finished, hostile):
+    run_dir, _ = finished
+    with (run_dir / "report" / "mistakes.csv").open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    saved = np.load(run_dir / "predictions.npz")
+    split = open_split(hostile, "val")
+    expected = {
+        (split.key(image), HOSTILE[label], HOSTILE[predicted])
+        for image, (label, predicted) in enumerate(
+            zip(saved["labels"], saved["predictions"], strict=True)
+        )
+        if label != predicted
+    }
+    assert expected
+    assert len(rows) == len(expected)
+    assert {(row["file"], row["true"], row["predicted"]) for row in rows} == expected
+    shares = [float(row["probability"]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert 1 / 3 <= min(shares) <= max(shares) <= 1
 
 
 def test_the_numbers_equal_those_of_the_record(finished):
@@ -301,7 +324,8 @@ def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_pat
     reasons = draw_pictures(run_dir, CPU).reasons
     assert set(reasons) == {"confusion", "confused"}
     assert "predictions.npz is damaged" in reasons["confusion"]
-    np.savez(predictions, predictions=np.zeros(7, np.int64), labels=np.ones(7, np.int64), step=3)
+    zeros, ones = np.zeros(7, np.int64), np.ones(7, np.int64)
+    np.savez(predictions, predictions=zeros, labels=ones, probabilities=np.ones(7), step=3)
     reasons = draw_pictures(run_dir, CPU).reasons
     assert set(reasons) == {"confused"}
     assert "has changed since the evaluation" in reasons["confused"]

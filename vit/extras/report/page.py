@@ -205,6 +205,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "curves": _curves(run_dir),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},
         "confused_pairs": pictures.confused_pairs,
+        "num_mistakes": pictures.num_mistakes,
         "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),
         "empty_classes": len(classes) - len(with_images),
         "throughput": facts.throughput(history, config.data.global_batch_size if config else 0),

@@ -1,11 +1,11 @@
 """Draw all pictures of a run from its folder and its data.
 
-Mistakes are read from `predictions.npz`. If a picture cannot be drawn, the reason is stored, and
-all other pictures are still drawn.
+Mistakes are read from `predictions.npz` and listed in `mistakes.csv`. If a picture cannot be drawn,
+the reason is stored, and all other pictures are still drawn.
 
     runs/<name>/report/
       curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
-      filters.png  distance.png  tokens.png  norms.png
+      filters.png  distance.png  tokens.png  norms.png  mistakes.csv
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from vit.extras.report.confusion import most_confused, plot_confusion, plot_most
 from vit.extras.report.curves import plot_curves, plot_norms
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.history import read_history
+from vit.extras.report.mistakes import write_mistakes
 from vit.extras.report.source import ReportSource, as_sentence
 from vit.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import remove_leftovers
@@ -81,6 +82,8 @@ class Pictures:
     """The most frequent mistakes of the last evaluation, in descending order."""
     class_accuracies: list[ClassAccuracy] = field(default_factory=list)
     """The accuracy of each class in the last evaluation, in order of class number."""
+    num_mistakes: int = 0
+    """The number of rows of `mistakes.csv`; 0 without the file."""
 
 
 def draw_pictures(
@@ -115,6 +118,7 @@ def draw_pictures(
     with suppress(Exception):  # The confusion matrix already reports this reason.
         pictures.confused_pairs = _confused_pairs(source)
         pictures.class_accuracies = _class_accuracies(source)
+        pictures.num_mistakes = write_mistakes(source)
     return pictures
 
 

@@ -36,6 +36,8 @@ from vit.weights.files import LoadedWeights, find_weights, load_weights, read_we
 MAX_CONFUSION_CLASSES = 5_000
 """The maximum number of classes in a confusion matrix, which takes 200 MB at this limit. A matrix
 for the 21,841 classes of ImageNet-21k would take 3.8 GB."""
+PREDICTIONS = ("predictions", "labels", "probabilities", "step")
+"""The arrays in `predictions.npz`."""
 
 
 class ReportSource:
@@ -99,11 +101,19 @@ class ReportSource:
 
         A prediction is -1 if the logits were NaN.
         """
+        file = self._predictions_file
+        return file["predictions"], file["labels"], int(file["step"])
+
+    @cached_property
+    def probabilities(self) -> NDArray[np.float32]:
+        """The probability of each of `predictions`, (num_images,)."""
+        return self._predictions_file["probabilities"]
+
+    @cached_property
+    def _predictions_file(self) -> dict[str, NDArray]:
         try:
             with np.load(self.run_dir / PREDICTIONS_FILE) as file:
-                predictions = file["predictions"]
-                labels = file["labels"]
-                step = int(file["step"])
+                return {name: file[name] for name in PREDICTIONS}
         except FileNotFoundError:
             raise ValueError("The run has not been evaluated yet") from None
         except Exception as error:  # A damaged zip file raises many types of errors.
@@ -111,7 +121,6 @@ class ReportSource:
                 f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
                 " replaces the file"
             ) from None
-        return predictions, labels, step
 
     @cached_property
     def class_names(self) -> list[str]:

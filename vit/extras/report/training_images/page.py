@@ -134,9 +134,9 @@ def _shown(
     if curves is None:
         notes.append(f"validation image in {split.name!r}")
     elif curves.num_seen[sample]:
-        notes.append(f"mean margin {curves.mean_margin[sample]:.2f}")
+        notes.append(f"augmented: mean margin {curves.mean_margin[sample]:.2f}")
         first = int(curves.first_right[sample])
-        notes.append(f"first correct in epoch {first}" if first else "never correct in training")
+        notes.append(f"first correct in epoch {first}" if first else "never correct")
     if curves is not None and (times := int(curves.times_forgotten[sample])):
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
     name = source.class_names[label]
