@@ -32,6 +32,11 @@ def _refuse(problem: str) -> None:
     raise SystemExit(2)
 
 
+if sys.platform == "win32":
+    _refuse(
+        "vitline does not run on Windows itself: install WSL (wsl --install) and run the same"
+        " commands in its Linux"
+    )
 if sys.version_info < PYTHON:
     _refuse(
         f"Python {PYTHON[0]}.{PYTHON[1]} or newer is needed, {sys.executable} is"

@@ -4,6 +4,7 @@ rate that jumps."""
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from processes import TINY, run_here
@@ -63,3 +64,14 @@ def test_an_unchanged_schedule_gets_no_note(config, tmp_path, capfd):
     notes_of(capfd, "--config", config, *run)
     again = [*run, "eval.every_steps=4"]
     assert not [n for n in notes_of(capfd, "--config", config, *again) if "learning rate" in n]
+
+
+@pytest.mark.slow
+def test_a_mac_says_that_its_gpu_is_not_used(config, tmp_path, capfd, monkeypatch):
+    # torch itself would try to use the GPU that it sees, so only this module sees it.
+    mps = SimpleNamespace(is_available=lambda: True)
+    torch = SimpleNamespace(backends=SimpleNamespace(mps=mps))
+    monkeypatch.setattr("vit.hooks.start_lines.torch", torch)
+    settings = [*TINY, "train.steps=1", f"run.dir={tmp_path / 'run'}"]
+    notes = notes_of(capfd, "--config", config, *settings)
+    assert [note for note in notes if "this Mac's GPU is not used" in note]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from vit.checkpoint.state import RunState
 from vit.config.schema import Config
 from vit.data.batches import NOT_EXACT, AugmentedBatches
@@ -57,6 +59,8 @@ def start_lines(
     yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
     if emulated := precision_note(config.train.precision, world.device):
         yield f"note: {emulated}"
+    if world.device.type == "cpu" and torch.backends.mps.is_available():
+        yield "note: this Mac's GPU is not used, because vitline does not support it (MPS)"
     if train_step.why_eager:
         yield (
             f"note: torch.compile does not work on this host ({train_step.why_eager}), so training"

@@ -218,6 +218,12 @@ def _(place):
         place.train(PYTHONPATH=str(place.folder), PYTHONDONTWRITEBYTECODE="1")
 
 
+@scenario("Windows without WSL")
+def _(place):
+    (place.folder / "sitecustomize.py").write_text("import sys\nsys.platform = 'win32'\n")
+    place.train(PYTHONPATH=str(place.folder), PYTHONDONTWRITEBYTECODE="1")
+
+
 @scenario("torch is too old")
 def _(place):
     (place.folder / "torch").mkdir()
