@@ -10,6 +10,7 @@ import socket
 import time
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,6 +103,56 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
             )
     else:
         assert not messages
+
+
+DAY_S = 24 * 3600
+ADVICE = (
+    "note: configs/small/cifar10.yaml and configs/demo.yaml are meant for CPUs, and"
+    " configs/photos.yaml fine-tunes published weights, which takes far fewer steps"
+)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "total_steps", "kind", "expected"),
+    [
+        (60.0, 29_003, "cpu", ["about 483.3 h for the remaining 29,000 steps (60.0 s", ADVICE]),
+        (60.0, 29_003, "cuda", ["about 483.3 h for the remaining 29,000 steps (60.0 s"]),
+        (0.29, 300_003, "cpu", ["about 24.2 h for the remaining 300,000 steps (0.29 s", ADVICE]),
+        (0.28, 300_003, "cpu", ["about 23.3 h for the remaining 300,000 steps (0.28 s"]),
+        (2.01, 303, "cpu", ["about 0.2 h for the remaining 300 steps (2.01 s"]),
+        (1.99, 303, "cpu", []),
+    ],
+)
+def test_the_length_of_a_run_is_logged_after_three_steps(
+    step_s, total_steps, kind, expected, config, tmp_path, capsys, monkeypatch
+):
+    """Two other things take long and do not count: the first step, and an evaluation after the
+    second."""
+    now = [1000.0]
+    monkeypatch.setattr("vit.hooks.monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    settings = load_config(config, [*TINY, f"train.steps={total_steps}", "log.every_steps=100"])
+    plan, _ = make_plan(settings, 60, 1)
+    record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+    with Loader(Slow(), 0, 1) as loader:
+        run = run_of(plan, World(0, 1, torch.device("cpu")), record, Slow.layout.image_format)
+        run.world = SimpleNamespace(device=torch.device(kind), size=1)
+        monitor = Monitor(run, loader)
+        monitor.start_clock()
+        printed = []
+        for step in range(6):
+            monitor.resume()
+            now[0] += 3600.0 if step == 0 else step_s
+            sums = torch.tensor([1.0, ROWS, 0, 0, 0, 0])
+            monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
+            if step == 1:
+                monitor.pause()
+                now[0] += 7 * DAY_S
+            printed.append(capsys.readouterr().err.splitlines())
+    record.close()
+    # Each step is read when the next one is queued.
+    length = " per step), without evaluations"
+    expected = [each + length if each.startswith("about") else each for each in expected]
+    assert printed == [[], [], [], expected, [], []]
 
 
 def test_garbage_is_collected_at_log_lines_only():

@@ -30,6 +30,11 @@ from vit.training.step_result import StepResult, StepValues
 
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
 """The loader statistics that each rank sends to all ranks for a line of metrics."""
+ESTIMATE_STEPS = 3
+"""After this many steps of an attempt, the length of the run is logged, unless it is short."""
+SHORT_S = 600.0
+LONG_ON_CPU_S = 24 * 3600.0
+"""A run on CPUs that takes longer also logs which recipes are meant for CPUs."""
 NOTABLE_WAIT_SHARE = 0.1
 """Advice is logged if waiting for data takes more than this fraction of an interval, and is logged
 again only if the fraction changes by at least this amount."""
@@ -171,6 +176,7 @@ class Monitor:
         """
         if self._pending is None:
             return
+        began_at = self._last_step_at
         step, result, self._last_step_at, stats = self._pending
         self._pending = None
         values = result.read()
@@ -185,7 +191,7 @@ class Monitor:
         self._totals_s = self._totals_s + waits_s
         self.run.state.bad_images += values.bad_images
         problems = [hook.read(step, values) for hook in self.run.hooks]
-        self._log(step + 1, values, stats)
+        self._log(step + 1, values, stats, self._last_step_at - began_at)
         if values.norms is not None:
             self.run.record.write("norms", step + 1, **values.norms)
         for problem in filter(None, problems):
@@ -220,10 +226,10 @@ class Monitor:
         is_stage_end = any(step == until * plan.steps_per_epoch for until, _ in stages)
         return step % plan.log_every_steps == 0 or step == plan.total_steps or is_stage_end
 
-    def _log(self, step: int, values: StepValues, stats: LoaderStats) -> None:
+    def _log(self, step: int, values: StepValues, stats: LoaderStats, step_s: float) -> None:
         """Update the live line, and write metrics at the end of an interval.
 
-        step: the number of finished steps.
+        step: the number of finished steps. step_s: the duration of the last one.
         """
         plan = self.run.plan
         batch_size = plan.global_batch_size
@@ -243,6 +249,8 @@ class Monitor:
         if self.utilization is not None:  # steps with larger images take longer
             steps_left = self.utilization.steps_like(step - 1, step, plan.total_steps)
         eta_s = steps_left * batch_size / images_per_s
+        if self._timed_steps == ESTIMATE_STEPS and steps_left * step_s >= SHORT_S:
+            self._estimate(steps_left * step_s, plan.total_steps - step, step_s)
         slow_rank = ""
         if waiting.is_uneven and wait_share >= NOTABLE_WAIT_SHARE:
             slow_rank = f" (rank {waiting.rank})"
@@ -297,6 +305,18 @@ class Monitor:
         )
         losses.clear()
         self._new_interval(self._last_step_at, stats)
+
+    def _estimate(self, left_s: float, steps_left: int, step_s: float) -> None:
+        """Log the length of the rest of the run, and advice if it is too long for a CPU."""
+        self.run.record.log(
+            f"about {left_s / 3600:,.1f} h for the remaining {steps_left:,} steps"
+            f" ({digits(step_s)} s per step), without evaluations"
+        )
+        if left_s > LONG_ON_CPU_S and self.run.world.device.type == "cpu":
+            self.run.record.log(
+                "note: configs/small/cifar10.yaml and configs/demo.yaml are meant for CPUs, and"
+                " configs/photos.yaml fine-tunes published weights, which takes far fewer steps"
+            )
 
     def _advise(
         self,
