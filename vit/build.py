@@ -14,7 +14,13 @@ from contextlib import nullcontext
 import torch
 
 from vit.checkpoint import checkpoint as checkpoints
-from vit.checkpoint.resume import check_same_settings, find_checkpoint, fit_state, rate_notes
+from vit.checkpoint.resume import (
+    check_same_settings,
+    find_checkpoint,
+    fit_state,
+    rate_notes,
+    settings_for_start,
+)
 from vit.checkpoint.saver import Saver
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
@@ -55,6 +61,7 @@ def build(
             # 6, so that no empty folder remains after a mistake in the config.
             check_same_settings(config_io.to_dict(config), world)
             world.main_first(lambda: place.lock(lock) if world.is_main else None)
+            config = settings_for_start(config, place.folder, world)
             run = _build(config, world, set(allow_change), parts, place, lock, signals)
         # From now on, a signal only sets a flag that stops the training loop after the step.
         signals.remember_only()

@@ -333,7 +333,7 @@ def test_the_hint_for_an_option_of_another_program_names_our_setting(option, val
             "9223372036854775808",
             "9223372036854775808, expected less than 9223372036854775808",
         ),
-        ("train.precision", "fp64", "\"fp64\", expected 'fp32', 'bf16' or 'fp16'"),
+        ("train.precision", "fp64", "\"fp64\", expected 'auto', 'fp32', 'bf16' or 'fp16'"),
         ("data.global_batch_size", "0", "0, expected greater than 0"),
         ("data.root", "1e3", "1000.0, expected string"),
         ("data.root", "", "null, expected string"),

@@ -16,7 +16,7 @@ from processes import TINY, last_checkpoint, metrics
 pytestmark = pytest.mark.slow
 SETTINGS = (
     *(each for each in TINY if not each.startswith(("loader.num_workers", "train.precision"))),
-    *("train.device=cuda", "train.precision=bf16", "loader.num_workers=2"),
+    *("train.device=cuda", "train.precision=auto", "loader.num_workers=2"),
     *("optim.clip_grad_norm=1.0", "eval.every_steps=12"),
 )
 END = "RuntimeError: evaluated 0 images, but 'val' has 23: this is a bug in the loader"

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import vit
 from vit.checkpoint.checkpoint import newest_checkpoint
 from vit.data.shards.data_set import open_split
+from vit.layers.precision import has_bf16
 from vit.model import VisionTransformer
 from vit.system.files import WeightsError
 
@@ -55,6 +56,15 @@ def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
     assert at == split.num_samples == 23
     assert trained.class_names == ("class0", "class1", "class2")
     assert not trained.model.training
+
+
+def test_auto_is_the_precision_of_the_device(run):
+    inputs = torch.randn(2, 3, 16, 16)
+    auto = vit.load(run, settings={"train.precision": "auto"})
+    chosen = "bf16" if has_bf16(torch.device("cpu")) else "fp32"
+    given = vit.load(run, settings={"train.precision": chosen})
+    assert auto.config == given.config
+    assert torch.equal(auto(inputs), given(inputs))
 
 
 def test_one_line_classifies_a_file(run, shards):

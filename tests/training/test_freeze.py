@@ -211,7 +211,7 @@ def test_the_planner_counts_less_memory():
         model=ModelConfig(name="vit_ti8", image_size=32, **SHAPE),
         data=DataConfig(root="none", global_batch_size=8),
         optim=OPTIM,
-        train=TrainConfig(steps=1),
+        train=TrainConfig(steps=1, precision="bf16"),
     )
     counted = {
         frozen: step_memory(config.model_copy(update={"init": InitConfig(freeze=frozen)}), plan, 5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from vit.distributed.process_group import World
 from vit.run_folder import CHECKPOINTS, weights_file
 from vit.system.urls import bare
 from vit.training.plan import Plan, make_plan, rates
-from vit.training.run_data import Notes, RunData
+from vit.training.run_data import Notes, RunData, choose_settings
 
 NOTABLE_JUMP = 0.01
 """A note is logged if a changed schedule changes the learning rate by more than this fraction."""
@@ -78,6 +79,34 @@ def find_checkpoint(
         return None
     name, info = newest
     return checkpoints.FoundCheckpoint(folder / CHECKPOINTS / name, info)
+
+
+def settings_for_start(config: Config, folder: Path, world: World) -> Config:
+    """Return `config` without `auto` (`choose_settings`), but with the precision of the checkpoint
+    from which the run resumes.
+
+    All ranks must call this. Prints a note if the device would change the precision.
+    """
+    chosen = choose_settings(config, world)
+    stored = world.broadcast_from_main(lambda: _stored_precision(folder))
+    if config.train.precision != "auto" or stored in (None, chosen.train.precision):
+        return chosen
+    if world.is_main:
+        print(
+            f"note: the run continues in {stored}, in which it began; train.precision=auto means"
+            f" {chosen.train.precision} on this device: to change it, set"
+            f" train.precision={chosen.train.precision} --allow-change train.precision",
+            file=sys.stderr,
+        )
+    return config_io.with_settings(chosen, {"train.precision": stored})
+
+
+def _stored_precision(folder: Path) -> str | None:
+    """Return the precision of the newest checkpoint in `folder`, or None."""
+    with suppress(ValueError):  # `find_checkpoint` reports and repairs it
+        if newest := checkpoints.newest_checkpoint(folder):
+            return newest.info["config"]["train"]["precision"]
+    return None
 
 
 def fit_state(

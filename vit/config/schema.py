@@ -437,9 +437,10 @@ class TrainConfig(Section):
     """Seed of initial weights, order, augmentation, mixing, dropout and stochastic depth."""
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """`auto`: GPUs if every host has one per rank, else the CPU."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16
-    scales the loss."""
+    scales the loss. `auto`: bf16 if the GPUs or CPUs of all ranks compute in it, else fp32; a
+    resumed run keeps its format."""
     residual_dtype: Annotated[Literal["fp32", "bf16"], OnlyWith("precision=bf16")] = "fp32"
     """Format of the tokens between the blocks, to which each block adds, in training and
     evaluation. `bf16` moves and stores half the bytes of fp32 if `compile` is on; norms still
@@ -453,12 +454,13 @@ class TrainConfig(Section):
     """Format in which DDP sums gradients over ranks. `bf16` sends half the bytes and rounds each
     partial sum to 8 bits (docs/training.md). No effect on one rank."""
     compile: Annotated[
-        bool | Literal["max-autotune-no-cudagraphs", "reduce-overhead"], MAY_CHANGE
+        bool | Literal["auto", "max-autotune-no-cudagraphs", "reduce-overhead"], MAY_CHANGE
     ] = False
     """`torch.compile` the blocks of the model and of its average, in torch's default mode (`true`)
     or another: `max-autotune-no-cudagraphs` times more kernels, and `reduce-overhead` replays CUDA
-    graphs, which was not tried on a GPU yet. If compilation fails, a note has the reason, and
-    training continues uncompiled."""
+    graphs, which was not tried on a GPU yet. `auto`: `true` on GPUs only, because on CPUs it costs
+    more than it saves. If compilation fails, a note has the reason, and training continues
+    uncompiled."""
     deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
     bit for bit also on GPUs, where it is slower; CPUs always do so (docs/resume.md)."""

@@ -36,6 +36,7 @@ from vit.training.metrics import (
     interval95,
     paired_difference,
 )
+from vit.training.run_data import choose_settings
 from vit.weights.class_names import class_mismatch, namings_of, select_classes
 from vit.weights.files import LoadedWeights, load_weights
 
@@ -89,6 +90,7 @@ def evaluate_weights(
     feature probes to run. Raises ValueError if the data have more classes than the weights, or
     classes that cannot be matched. Raises the errors of `open_sets` and `probes`.
     """
+    config = choose_settings(config, world)
     split = open_split(config, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
     # classes on which the weights were trained. `class_mismatch` below compares the names.

@@ -115,11 +115,11 @@ class GuardHook(Hook):
     def __init__(self, config: Config):
         self.saves_start = config.guard.rewinds()
         self._settings = config.guard
-        self._scales_loss = config.train.precision == "fp16"
 
     def begin(self, run: Run) -> None:
         """See `Hook`."""
         self._run = run
+        self._scales_loss = run.config.train.precision == "fp16"
 
     def loss_limit(self, step: int) -> float | None:
         """Return the limit of `step`, or None if it is off or too few steps have finished."""

@@ -28,8 +28,9 @@ from vit.data.augment.apply import Augment, create_augment
 from vit.data.decode.crops import decode_center
 from vit.data.image_format import ImageFormat
 from vit.layers.blocks import set_residual_dtype
-from vit.layers.precision import autocast
+from vit.layers.precision import autocast, has_bf16
 from vit.model import create_model
+from vit.training.run_data import with_precision
 from vit.weights.class_names import IMAGENET_CLASSES, imagenet_names
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.published import with_published_config
@@ -165,8 +166,11 @@ def load(
     if loaded.config is None:
         # The config needs a data root, but no data are read.
         loaded, _ = with_published_config(loaded, name, data_root=".")
+    device = torch.device(device)
     config = config_io.from_dict(loaded.config or {}, str(loaded.path))
-    config = config_io.with_settings(config, settings or {})
+    config = with_precision(
+        config_io.with_settings(config, settings or {}), has_bf16=has_bf16(device)
+    )
     num_classes = loaded.num_classes
     assert num_classes is not None, "weights with a config have it"
     if class_names and len(class_names) != num_classes:
@@ -177,7 +181,6 @@ def load(
     model = create_model(config.model, num_classes=num_classes)
     notes = [*loaded.notes, *load_weights(model, loaded.weights, loaded.grid_size)]
     set_residual_dtype(model, config.train.residual_dtype)
-    device = torch.device(device)
     augment = create_augment(config.augment, config.data, num_classes, device)
     names = list(class_names or loaded.class_names or [])
     if not names and loaded.step is None and num_classes == IMAGENET_CLASSES:

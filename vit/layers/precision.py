@@ -20,8 +20,21 @@ BF16_CAPABILITY = (8, 0)
 attention kernel that avoids the N x N matrix."""
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Return whether `device` trains faster in bf16 than in fp32, from its description alone.
+
+    CPUs do with AVX-512's bf16 instructions (docs/experiments/step.md), which all CPUs with AMX
+    have. Others emulate bf16, or were not measured.
+    """
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    # Compute capabilities of AMD GPUs have a different meaning.
+    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Return the autocast context for `precision` (fp32, bf16 or fp16) on `device`."""
+    assert precision != "auto", "the caller chooses a precision for its device"
     if precision not in AUTOCAST_DTYPE:
         return nullcontext()
     return torch.autocast(device.type, AUTOCAST_DTYPE[precision])
@@ -77,13 +90,9 @@ def precision_note(
     """
     separator = " " if flag.startswith("--") else "="
     if device.type == "cuda":
-        # Compute capabilities of AMD GPUs have a different meaning.
-        if precision != "bf16" or torch.version.hip is not None:
+        if precision != "bf16" or has_bf16(device):
             return None
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= BF16_CAPABILITY:
-            return None
-        major, minor = capability
+        major, minor = torch.cuda.get_device_capability(device)
         return (
             f"this GPU ({torch.cuda.get_device_name(device)}, compute capability {major}.{minor})"
             " has no bf16 instructions, so bf16 is emulated, which is many times slower and uses"

@@ -29,6 +29,11 @@ class Gpu:
     pattern: str
     """A regular expression that matches the driver's name of the GPU."""
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether the GPU has bf16 instructions, as all GPUs in the table but V100 and T4."""
+        return not self.name.startswith(("V100", "T4"))
+
     def peak_tflops(self, precision: str) -> float:
         """Return the peak TFLOP/s for `precision`: fp32, bf16 or fp16."""
         return self.fp32_tflops if precision == "fp32" else self.bf16_tflops

@@ -1,4 +1,4 @@
-"""Open the data of a run, and compute the run's plan."""
+"""Replace `auto` in a run's settings, open its data, and compute its plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vit.data.image_format import ImageFormat
 from vit.data.open_data import choose_num_classes, create_train_batches, open_split, open_train_set
 from vit.data.sources import TrainSet
 from vit.distributed.process_group import World
+from vit.layers.precision import has_bf16
 from vit.training.loss import choose_class_weights
 from vit.training.plan import Plan, make_plan
 
@@ -53,6 +54,34 @@ class RunData:
     def class_names(self) -> list[str]:
         """The names of the training classes, in the order of their numbers. May be empty."""
         return self.train_set.split.class_names
+
+
+def choose_settings(config: Config, world: World) -> Config:
+    """Return `config` with values in place of `auto` in `train.precision` and `train.compile`.
+
+    All ranks must call this function, because hosts may have different GPUs: bf16 is chosen only if
+    the devices of all ranks have it. Nothing is measured, so the choice is the same at each start.
+    """
+    # Also ask without `auto`, because `--check` has not compared the ranks' settings yet.
+    if not world.is_main:
+        world.gather("bf16", has_bf16(world.device))
+    config = with_precision(
+        config, world.broadcast_from_main(lambda: all(world.gather("bf16", has_bf16(world.device))))
+    )
+    return (
+        config_io.with_settings(config, {"train.compile": world.device.type == "cuda"})
+        if config.train.compile == "auto"
+        else config
+    )
+
+
+def with_precision(config: Config, has_bf16: bool) -> Config:
+    """Return `config` with bf16 or fp32 in place of `auto` in `train.precision`."""
+    return (
+        config_io.with_settings(config, {"train.precision": "bf16" if has_bf16 else "fp32"})
+        if config.train.precision == "auto"
+        else config
+    )
 
 
 def as_trained(config: Config, data: RunData) -> Config:

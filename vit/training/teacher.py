@@ -265,7 +265,8 @@ def describe_teacher(config: Config, num_classes: int) -> str:
 def _cost(model: nn.Module, name: str, size: str, precision: str) -> str:
     return (
         f"{name} at {size}, {count_parameters(model):,} parameters,"
-        f" {flops_per_image(model) / 1e9:.2f} GFLOP forward on top of the student's, in {precision}"
+        f" {flops_per_image(model) / 1e9:.2f} GFLOP forward on top of the student's, with"
+        f" train.precision={precision}"
     )
 
 

@@ -26,7 +26,7 @@ def small_config(checkpointing: str = "none") -> Config:
         {
             "model": {"name": "vit_ti16", "depth": 4, "image_size": 64},
             "data": {"root": "none", "global_batch_size": 64},
-            "train": {"steps": 1, "activation_checkpointing": checkpointing},
+            "train": {"steps": 1, "precision": "bf16", "activation_checkpointing": checkpointing},
         },
         "test",
     )

@@ -29,6 +29,18 @@ def config_of(**sections: dict) -> Config:
     return Config.model_validate({**base, **sections})
 
 
+@pytest.mark.parametrize(
+    ("gpu", "chosen"), [("H200", "bf16"), ("MI300X", "bf16"), ("V100-32GB", "fp32"), ("T4", "fp32")]
+)
+def test_auto_means_the_best_precision_of_the_planned_gpu(gpu, chosen):
+    config = config_of(model=TINY)
+    given = config_of(model=TINY, train={"steps": 10, "precision": chosen})
+    assert config.train.precision == "auto"
+    forecast = make_forecast(config, 1, find_gpu(gpu))
+    assert forecast == make_forecast(given, 1, find_gpu(gpu))
+    assert forecast.precision == chosen
+
+
 def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
     """The run has 300 epochs with 312 batches of 4,096 images. Each of the 12 blocks processes 197
     tokens of width 768."""

@@ -17,6 +17,7 @@ from vit.extras.planner.memory import StepMemory, augmentation_bytes, step_memor
 from vit.model import create_model
 from vit.system.device_memory import LiveBytes
 from vit.training.plan import Plan
+from vit.training.run_data import with_precision
 
 MIB = 2**20
 ROOT = Path(__file__).parents[3]
@@ -37,7 +38,7 @@ def count(
     config: Config, num_classes: int, micro_batch: int, rank_batch: int, world_size: int
 ) -> StepMemory:
     plan = plan_of(micro_batch, rank_batch, world_size)
-    return step_memory(config, plan, num_classes)
+    return step_memory(with_precision(config, has_bf16=True), plan, num_classes)
 
 
 SMALL = {"name": "vit_s16", "depth": 4, "image_size": 160}
@@ -204,6 +205,7 @@ def test_the_memory_of_a_timm_model_is_counted():
 
 def test_counting_a_large_model_allocates_no_memory():
     """Six ViT-H blocks need 10 GiB at this batch size, but counting may use at most 1 GiB."""
+    huge = with_precision(config_of(model={"name": "vit_h14", "depth": 6}), has_bf16=True)
     code = f"""
 import resource, re
 from vit.extras.planner.memory import step_memory
@@ -211,7 +213,7 @@ from vit.config.schema import Config
 from vit.training.plan import Plan
 used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
-config = Config.model_validate({config_of(model={"name": "vit_h14", "depth": 6}).model_dump()!r})
+config = Config.model_validate({huge.model_dump()!r})
 plan = {plan_of(128, 128, 1)!r}
 print(step_memory(config, plan, 1000).total)
 """

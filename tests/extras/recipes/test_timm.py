@@ -318,7 +318,7 @@ def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
     assert imported.settings["model.image_size"] == 256
     assert imported.settings["eval.crop_pct"] == 0.95
     assert imported.settings["optim.lr"] == pytest.approx(8e-4 * 2**0.5)
-    assert to_dict(imported.config())["train"]["precision"] == "bf16"
+    assert to_dict(imported.config())["train"]["precision"] == "auto"
     assert "--data-dir /data/imagenet/" in account(imported)
     assert "0.0008 x sqrt(1024 / 512)" in yaml_text(imported, None)
     file.write_text("optimizer: adamw\nlearning_rate: 1\n")

@@ -29,6 +29,7 @@ from vit.training.freeze import create_trained_model
 from vit.training.loss import create_loss
 from vit.training.objective import Objective
 from vit.training.plan import make_plan
+from vit.training.run_data import choose_settings
 from vit.weights.save import bytes_of
 
 SMALL = {
@@ -73,7 +74,9 @@ def create_step(config: Config, world: World) -> tuple[TrainStep, Batch]:
     num_classes = config.model.num_classes or 1000
     plan, _ = make_plan(config, NUM_IMAGES, world.size)
     rows = plan.micro_batch_size
-    config = config_io.with_settings(config, {"data.global_batch_size": rows})
+    config = config_io.with_settings(
+        choose_settings(config, alone), {"data.global_batch_size": rows}
+    )
     plan = replace(plan, world_size=1, global_batch_size=rows, accumulation_steps=1)
     torch.manual_seed(config.train.seed)
     model = create_trained_model(config, num_classes)

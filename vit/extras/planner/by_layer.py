@@ -23,6 +23,7 @@ from vit.system.device_memory import LiveBytes
 from vit.system.meter import MIB
 from vit.training.model_summary import count_parameters, flops_by_operator, print_shapes
 from vit.training.plan import Plan
+from vit.training.run_data import with_precision
 
 FROM_IMAGES = 64
 """The smallest batch size for which activations always determine the peak memory of a step. With
@@ -162,6 +163,7 @@ def print_costs(config: Config, num_classes: int) -> None:
             f"{100 * row.flops / max(flops, 1):.1f} %",
         )
     Console(width=None if sys.stdout.isatty() else 100).print(table)
+    config = with_precision(config, has_bf16=True)
     needs = memory_needs(config, num_classes)
     print(
         f"{config.model.name} at {config.model.size_text()}, {num_classes:,} classes:"

@@ -34,6 +34,7 @@ from vit.training.freeze import create_trained_model
 from vit.training.mfu import train_flops_per_image
 from vit.training.plan import Plan, create_order, make_plan, micro_batch_sizes
 from vit.training.print_config import IMAGENET_IMAGES
+from vit.training.run_data import with_precision
 from vit.training.teacher import find_teacher
 
 RESERVED_GIB = 1.5
@@ -186,6 +187,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
 
     Raises ValueError if batch sizes do not divide evenly (`vit.training.plan.make_plan`).
     """
+    config = with_precision(config, gpu.has_bf16)
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
         model = create_trained_model(config, data.num_classes)

@@ -92,7 +92,7 @@ class StepMemory:
 
 
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
-    """Count the bytes of a training step on each rank.
+    """Count the bytes of a training step on each rank. `train.precision` must not be `auto`.
 
     The step is not compiled. A compiled step needs less memory. Batches have the sizes in `plan`
     and the largest image size of the run.

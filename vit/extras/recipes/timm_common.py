@@ -347,5 +347,5 @@ def map_initial_weights(reading: Reading, theirs: str, source: str | None = None
 
 def map_precision(reading: Reading, theirs: str) -> None:
     """Record the precision, which has no argument. theirs: the source project's precision."""
-    text = f"the source uses {theirs}, this recipe bf16 (train.precision can also be fp16 or fp32)"
-    reading.differs("", "" if theirs == "bf16" else text, {"train.precision": "bf16"})
+    text = f"the source uses {theirs}, this recipe bf16 on GPUs that have it (train.precision)"
+    reading.differs("", "" if theirs == "bf16" else text, {"train.precision": "auto"})

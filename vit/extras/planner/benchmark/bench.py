@@ -34,7 +34,7 @@ from vit.system.meter import GIB, Meter
 from vit.training.compiling import why_not_compiled
 from vit.training.freeze import create_trained_model
 from vit.training.mfu import Utilization, train_flops_per_image
-from vit.training.run_data import open_data
+from vit.training.run_data import choose_settings, open_data
 
 SWEPT = 3
 """The number of additional micro-batch sizes that `--sweep` measures. Each needs compilation."""
@@ -47,7 +47,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     opened.
     """
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
-    config = with_settings(config, {"schedule.image_sizes": []})
+    config = with_settings(choose_settings(config, world), {"schedule.image_sizes": []})
     with world.fail_together():
         subject = look_at_subject(config, world, wishes)
     subject.log(f"{device_name(world)}: {peak_text(*astuple(subject.peak))}")

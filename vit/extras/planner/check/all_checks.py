@@ -172,7 +172,7 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
             is_joint=True,
             needs=("step", "run folder"),
         ),
-        *_self_test(config, world),
+        *_self_test(trial.config, world),
     ]
 
 

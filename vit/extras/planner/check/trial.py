@@ -36,7 +36,7 @@ from vit.system.host import free_memory_bytes
 from vit.system.meter import GIB, digits
 from vit.training.freeze import create_trained_model
 from vit.training.model_summary import count_parameters
-from vit.training.run_data import RunData, open_data
+from vit.training.run_data import RunData, choose_settings, open_data
 
 STEPS = 3
 """The number of training steps. The first step compiles the model and waits for workers. The last
@@ -59,9 +59,12 @@ class Trial:
     """The run's training step, available after the check `step`."""
 
     def __init__(self, config: Config, world: World, allow_change: Iterable[str]):
-        self.config = config
+        self.config = choose_settings(config, world)
         self.world = world
-        self.allowed = set(allow_change)
+        # A run that resumes keeps its precision.
+        self.allowed = set(allow_change).union(
+            ["train.precision"] if config.train.precision == "auto" else []
+        )
         self.run_dir = local_folder(config.run)
         self._read_images_per_s = math.inf
         """The images per second that the slowest host reads. Set on rank 0."""
