@@ -3,9 +3,10 @@
     python benchmarks/gpu_check/real_images.py SHARDS --out FOLDER
     python benchmarks/gpu_check/real_images.py SHARDS --out FOLDER --device cpu --epochs 2
 
-With `train.deterministic`, both runs must end with the same bits. The result of each run is written
-to FOLDER/real_images.json when the run ends, and its metrics are copied to FOLDER. Exit status: 0;
-1 if the weights differ; 2 after a user mistake.
+The recipe is small/distributed_vit_cifar10, on as many images as SHARDS has. With
+`train.deterministic`, both runs must end with the same bits. The result of each run is written to
+FOLDER/real_images.json when the run ends, and its metrics are copied to FOLDER. Exit status: 0; 1
+if the weights differ; 2 after a user mistake.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vit.run_folder import METRICS_FILE
 from vit.system.command_line import Parser
 from vit.system.files import replacing
 
-CONFIG = Path(__file__).with_name("real_images.yaml")
+CONFIG = Path(__file__).parents[2] / "configs" / "small" / "distributed_vit_cifar10.yaml"
 
 
 def main() -> None:
@@ -44,6 +45,9 @@ def main() -> None:
             f"train.device={args.device}",
             f"train.precision={'bf16' if args.device == 'cuda' else 'fp32'}",
             f"loader.num_workers={args.workers}",
+            "checkpoint.every_steps=50",
+            "log.every_steps=5",
+            "log.wandb=off",
             *args.overrides,
         )
         place = Place(CONFIG, Path(folder), settings)
