@@ -160,7 +160,7 @@ def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Buil
     for label, (name, (folder, paths)) in enumerate(by_class.items()):
         keys = unique_keys([f"{name}/{'/'.join(_below(path, folder))}" for path in paths])
         shares = split_by_hash(keys, dict(zip(SPLITS, fractions, strict=False)), split_seed)
-        add_images(builder, file, label, tree, dict(zip(keys, paths, strict=True)), shares)
+        add_images(builder, file, label, tree, "", dict(zip(keys, paths, strict=True)), shares)
     builder.report_held_out("val", fractions[1], "--fractions with {} for val")
     counts = {name: len(paths) for name, (_, paths) in by_class.items()}
     _note_differences(tree.file.resolve().name, counts, outside, builder)

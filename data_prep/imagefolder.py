@@ -28,7 +28,7 @@ import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def source(
     max_unreadable: float = Settings().max_unreadable,
     out: Path | None = None,
     layout: str | None = None,
+    labels: Sequence[str] = (),
 ) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
@@ -75,7 +76,8 @@ def source(
     label_column: the metadata.csv column with the class names, needed if several columns are
     possible. no_classes: use all images without labels. max_unreadable: the maximum fraction of
     images that may be in unsupported formats. out: the output folder. layout: one of LAYOUTS,
-    required only if it is unclear whether folders are splits or classes.
+    required only if it is unclear whether folders are splits or classes. labels: the lists of
+    labels, as paths below `path`, required only if several are possible.
 
     Raises PrepError if `path` is missing, is not an archive or contains `out`, and like
     `read_layout`. Listing the images raises PrepError for missing or conflicting classes, an
@@ -83,7 +85,7 @@ def source(
     """
     root = _open(path, label_column, no_classes)
     out_name = out.name if out is not None and out.parent == root.file.resolve() else None
-    found = read_layout(root, layout, not no_classes, out_name)
+    found = read_layout(root, layout, not no_classes, out_name, labels, label_column)
     train = found.trees["train"]
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: this folder is inside the source {path}: choose another --out")
@@ -101,8 +103,8 @@ def source(
     if not no_classes and train.folders():
         print(found.describe(root, fractions.get("val", 0.0)), flush=True)
     # Omit the defaults, because older data sets did not record them.
-    choices = {"class_order": class_order, "layout": layout}
-    options |= {name: value for name, value in choices.items() if value not in (None, "text")}
+    choices = {"class_order": class_order, "layout": layout, "labels": list(labels)}
+    options |= {name: value for name, value in choices.items() if value not in (None, "text", [])}
     fill = partial(_fill, found, fractions, max_unreadable, class_order)
     if no_classes:
         options["label"] = NO_LABEL
@@ -132,7 +134,8 @@ def _fill(
 ) -> None:
     """Add the images of the class folders. fractions: the share of each split in train's folder."""
     train, *held_out = layout.trees.values()
-    names = _in_order(train, train.folders(), class_order)
+    names = list(layout.listed.class_names)
+    names = names or _in_order(train, train.folders(), class_order)
     labels = _labels(train, names)
     builder.classes(names)
     ignored = Ignored()
@@ -214,6 +217,8 @@ def _check_ignored(
     """Report skipped files. Raises PrepError if too many skipped files are images."""
     if layout.unused:  # _info.json records this text, so rewording changes the output.
         builder.report(f"the images in these folders are not used: {some(layout.unused)}")
+    for note in layout.listed.notes:
+        builder.report(note)
     taken = int(sum(builder.count(split).sum() for split in {"val", *layout.trees}))
     total = taken + ignored.num_images
     if ignored.num_images > (allowed := allowed_unreadable(max_unreadable, total)):
@@ -285,20 +290,22 @@ def _add_split(
     ignored: Ignored,
 ) -> None:
     """Add the images of the given classes. fractions: maps splits to fractions of a class."""
-    file = builder.file(tree.file)
     if "" not in labels:
         tree.count_stray(ignored)
+    file: dict[Path, int] = {}
     for classes in _classes_with_common_keys(labels):
-        paths_of = {
-            name: [f"{name}/{path}".lstrip("/") for path in tree.images(name, ignored)]
-            for name in classes
-        }
-        paths = list(chain(*paths_of.values()))
-        keys = dict(zip(paths, unique_keys(paths), strict=True))
-        path_of = {key: path for path, key in keys.items()}
+        paths_of = {name: list(tree.images(name, ignored)) for name in classes}
+        paths = [
+            f"{name}/{path}".lstrip("/") for name, of_class in paths_of.items() for path in of_class
+        ]
+        keys = iter(unique_keys(paths))
         for name, of_class in paths_of.items():
-            shares = split_by_hash([keys[path] for path in of_class], fractions)
-            add_images(builder, file, labels[name], tree, path_of, shares)
+            path_of = dict(zip(islice(keys, len(of_class)), of_class, strict=True))
+            shares = split_by_hash(list(path_of), fractions)
+            place = tree.file_of(name)
+            if place not in file:
+                file[place] = builder.file(place)
+            add_images(builder, file[place], labels[name], tree, name, path_of, shares)
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:
@@ -326,6 +333,7 @@ def _source(args: argparse.Namespace) -> Source:
         max_unreadable=args.max_unreadable,
         out=Path(args.out).resolve(),
         layout=args.layout,
+        labels=args.labels,
     )
 
 
@@ -342,6 +350,12 @@ main = source_command(
         "--layout": {
             "choices": LAYOUTS,
             "help": "what the folders in SOURCE are, if it is unclear: splits, or classes",
+        },
+        "--labels": {
+            "nargs": "+",
+            "default": (),
+            "metavar": "LIST",
+            "help": "lists of labels (train.txt), as paths below SOURCE, if several are possible",
         },
         "--class-order": {
             "choices": CLASS_ORDERS,

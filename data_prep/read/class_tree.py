@@ -11,10 +11,13 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,109 +25,238 @@ from data_prep.errors import PrepError, readable, some
 from data_prep.read import image_tree
 from data_prep.read.archives import Members, walk_archive
 from data_prep.read.hub_features import LABEL_NAMES, choose_column
-from data_prep.read.image_tree import Ignored, images_below, listed
+from data_prep.read.image_tree import Ignored, images_below, is_image, listed
+from data_prep.read.split_names import split_of
 from data_prep.write.catalogue import Builder
-from data_prep.write.samples import Sample, stable_hash
+from data_prep.write.samples import Sample, read_range, stable_hash
 from vit.data.decode.image_files import EXTENSIONS
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
 """The table column that contains file paths, relative to the table's folder."""
+TAR = ".tar"
 
 _CLASS_TABLE = re.compile(  # a table whose first line names files and classes
     rf'(?=.*\b{FILE_NAME}\b)(?=.*(^|[,"])({"|".join(LABEL_NAMES)})"?\s*[,:\r\n])'.encode(), re.I
 )
 
 
-class FolderTree:
-    """A folder on disk that contains class folders. `str` returns the path for messages."""
+class Found(NamedTuple):
+    """What a source contains, as far as it decides the layout."""
 
-    def __init__(self, path: Path, label_column: str | None = None):
-        self.file = path
+    folders: Counter[tuple[str, ...]]
+    """The number of images in each folder, which is given by the names on its path."""
+    lists: list[str]
+    """The paths of texts whose names are usual for lists of labels or classes."""
+    suffixes: set[str]
+    """The suffixes of the images."""
+
+
+class Tree(ABC):
+    """Class folders in a folder or archive. `str` returns the path for messages."""
+
+    read: Callable[[Sample], bytes] = staticmethod(image_tree.read)
+    """The function that reads the bytes of an image. It works in any process."""
+    inputs: Sequence[Path] | None = None
+    """The `Source.inputs` of the images."""
+
+    def __init__(self, file: Path):
+        self.file = file
         """The archive or folder that contains the images."""
-        self.label_column = label_column
-        self.read: Callable[[Sample], bytes] = image_tree.read
-        """The function that reads the bytes of an image. It works in any process."""
-        self.inputs: Sequence[Path] | None = None
-        """The `Source.inputs` of the images."""
 
     def __str__(self) -> str:
         return str(self.file)
 
-    def below(self, name: str) -> FolderTree:
+    @abstractmethod
+    def below(self, name: str) -> Tree:
         """Return the subfolder `name`."""
-        return open_folder(self.file / name, self.label_column)
 
+    @abstractmethod
     def folders(self) -> list[str]:
         """Return the sorted names of all subfolders that are not hidden."""
-        return listed(self.file)[0]
 
-    def image_folders(self) -> set[tuple[str, ...]]:
-        """Return the paths of all folders that contain images, below this folder."""
-        return {tuple(path.split("/")[:-1]) for path in images_below(self.file, Ignored())}
-
+    @abstractmethod
     def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
         """Yield the paths of images below `folder`, relative to `folder`.
 
         ignored: counts all other files.
         """
+
+    @abstractmethod
+    def count_stray(self, ignored: Ignored) -> None:
+        """Count the files that are next to the class folders instead of inside them."""
+
+    @abstractmethod
+    def places(self, folder: str, paths: Sequence[str]) -> Members:
+        """Return the locations of images that `images` has yielded for `folder`."""
+
+    def file_of(self, folder: str) -> Path:
+        """Return the archive or folder that contains the images of a subfolder."""
+        return self.file
+
+    @abstractmethod
+    def has(self, path: str) -> bool:
+        """Return whether there is a file with this path below this folder."""
+
+    @abstractmethod
+    def lines(self, path: str) -> Iterator[str]:
+        """Yield the lines of a text below this folder. Raises PrepError if it cannot be read."""
+
+    def find(self) -> Found:
+        """List all files below this folder."""
+        ignored = Ignored()
+        found = Found(Counter(), ignored.lists, set())
+        for path in self.images("", ignored):
+            folder, _, name = path.rpartition("/")
+            found.folders[tuple(folder.split("/")) if folder else ()] += 1
+            found.suffixes.add(os.path.splitext(name)[1])
+        found.lists[:] = [os.path.relpath(path, str(self)) for path in ignored.lists]
+        return found
+
+
+class FolderTree(Tree):
+    """A folder on disk that contains class folders."""
+
+    def __init__(self, path: Path, label_column: str | None = None):
+        super().__init__(path)
+        self.label_column = label_column
+
+    def below(self, name: str) -> Tree:
+        return open_folder(self.file / name, self.label_column)
+
+    def folders(self) -> list[str]:
+        return listed(self.file)[0]
+
+    def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
         return images_below(self.file / folder, ignored)
 
     def count_stray(self, ignored: Ignored) -> None:
-        """Count the files that are next to the class folders instead of inside them."""
         for name in listed(self.file)[1]:
             path = os.path.join(self.file, name)
-            if image_tree.is_image(path):
+            if is_image(path):
                 ignored.stray.append(path)
             else:
                 ignored.count(path)
 
-    def places(self, paths: Sequence[str]) -> Members:
-        """Return the locations of images. Paths are relative to this folder."""
+    def places(self, folder: str, paths: Sequence[str]) -> Members:
         # Files are read completely, so offsets and sizes are not needed.
         nothing = np.zeros(len(paths), np.int64)
-        return Members(list(paths), nothing, nothing)
+        return Members([os.path.join(folder, path) for path in paths], nothing, nothing)
+
+    def has(self, path: str) -> bool:
+        return (self.file / path).is_file()
+
+    def lines(self, path: str) -> Iterator[str]:
+        file = self.file / path
+        # The names of files need not be UTF-8.
+        with readable(file), open(file, encoding="utf-8-sig", errors="surrogateescape") as text:
+            yield from text
 
 
-class TableTree(FolderTree):
-    """A folder of images with a table that lists the class of each image."""
+class TableTree(Tree):
+    """Images in a folder or archive with a table that lists the class of each image."""
 
-    def __init__(self, path: Path, label_column: str | None, by_class: dict[str, list[str]]):
-        super().__init__(path, label_column)
+    def __init__(self, images: Tree, by_class: dict[str, list[str]], is_complete: bool = True):
+        """by_class: the paths of images below the tree `images`. is_complete: whether images
+        without a class are reported by the caller."""
+        super().__init__(images.file)
+        self.read = images.read
+        self.inputs = images.inputs
+        self._images = images
         self._by_class = by_class
-        self._paths = {f"{name}/{path}": path for name, paths in by_class.items() for path in paths}
+        self._is_complete = is_complete
 
-    def below(self, name: str) -> FolderTree:
+    def __str__(self) -> str:
+        return str(self._images)
+
+    def below(self, name: str) -> Tree:
         start = f"{name}/"
         by_class = {
-            label: below
+            label: inside
             for label, paths in self._by_class.items()
-            if (below := [path.removeprefix(start) for path in paths if path.startswith(start)])
+            if (inside := [path.removeprefix(start) for path in paths if path.startswith(start)])
         }
-        if by_class:
-            return TableTree(self.file / name, self.label_column, by_class)
-        return super().below(name)
+        below = self._images.below(name)
+        return TableTree(below, by_class, self._is_complete) if by_class else below
 
     def folders(self) -> list[str]:
         return sorted(self._by_class)
 
     def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
+        start = self._common_folder(folder)
         for path in self._by_class[folder]:
-            if image_tree.is_image(path):
-                yield path
+            if is_image(str(self.file / path)):
+                yield path.removeprefix(start)
             else:
                 ignored.count(path)
 
+    def _common_folder(self, name: str) -> str:
+        """Return the path of the class folder if it contains all images of the class, or ""."""
+        start = f"{name}/"
+        return start if all(path.startswith(start) for path in self._by_class[name]) else ""
+
     def count_stray(self, ignored: Ignored) -> None:
-        in_table = set(self._paths.values())
-        images = images_below(self.file, Ignored())
-        ignored.without_row += [f"{self.file}/{path}" for path in images if path not in in_table]
+        if not self._is_complete:
+            in_table = set(chain(*self._by_class.values()))
+            images = self._images.images("", Ignored())
+            ignored.without_row += [f"{self}/{path}" for path in images if path not in in_table]
 
-    def places(self, paths: Sequence[str]) -> Members:
-        return super().places([self._paths[path] for path in paths])
+    def places(self, folder: str, paths: Sequence[str]) -> Members:
+        start = self._common_folder(folder)
+        return self._images.places("", [start + path for path in paths])
+
+    def has(self, path: str) -> bool:
+        return self._images.has(path)
+
+    def lines(self, path: str) -> Iterator[str]:
+        return self._images.lines(path)
+
+    def find(self) -> Found:
+        return self._images.find()
 
 
-def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
+class TarFolder(FolderTree):
+    """A folder with one tar of images per class, as ImageNet-21k is published."""
+
+    read = staticmethod(read_range)
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.inputs = [path / name for name in listed(path)[1] if name.endswith(TAR)]
+
+    def folders(self) -> list[str]:
+        return sorted(file.name.removesuffix(TAR) for file in self.inputs or ())
+
+    def file_of(self, folder: str) -> Path:
+        return self.file / f"{folder}{TAR}"
+
+    def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
+        tar = self.file_of(folder)
+        tree = _list_tar(tar)
+        others = Ignored()
+        yield from tree.images("", others)
+        if split_of(folder) or tree.folders() or others.others:
+            raise PrepError(
+                f"{tar}: expected only images of one class, as in n01440764.tar of ImageNet-21k,"
+                f" found {some([*others.summary(), *tree.folders()])}. If the tars are shards, use"
+                f" `python -m data_prep.index {self.file}`. If they contain class folders, pass one"
+                " of them as SOURCE"
+            )
+        ignored.images += others.images
+
+    def places(self, folder: str, paths: Sequence[str]) -> Members:
+        return _list_tar(self.file_of(folder)).places("", paths)
+
+    def count_stray(self, ignored: Ignored) -> None:
+        for name in listed(self.file)[1]:
+            if not name.endswith(TAR):
+                ignored.count(name)
+
+    def find(self) -> Found:
+        return Found(Counter((name,) for name in self.folders()), [], set())
+
+
+def open_folder(path: Path, label_column: str | None = None) -> Tree:
     """Open a folder. If it contains Hugging Face's metadata.csv or .jsonl, read classes from there.
 
     If the folder also contains class folders, the table's column is used only if it has a usual
@@ -132,6 +264,10 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
     """
     table = next((path / name for name in METADATA if os.path.lexists(path / name)), None)
     if table is None:
+        folders, files = listed(path)
+        tars = [name for name in files if name.endswith(TAR)]
+        if len(tars) > 1 and not folders and not any(map(is_image, files)):
+            return TarFolder(path)
         return FolderTree(path, label_column)
     rows = _rows_of(table)
     columns = list(rows[0]) if rows else []
@@ -164,7 +300,7 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
     by_class: dict[str, list[str]] = {}
     for name, value in class_of.items():
         by_class.setdefault(value, []).append(name)
-    return TableTree(path, label_column, by_class)
+    return TableTree(FolderTree(path, label_column), by_class, is_complete=False)
 
 
 def _rows_of(table: Path) -> list[dict[str, Any]]:
@@ -177,8 +313,8 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-class ArchiveTree:
-    """A folder inside a zip or tar, with the same methods as FolderTree."""
+class ArchiveTree(Tree):
+    """A folder inside a zip or tar."""
 
     def __init__(
         self,
@@ -188,9 +324,9 @@ class ArchiveTree:
         folder: str = "",
     ):
         """places: maps each path in the archive to its name there, its offset and its size."""
-        self.file = file
+        super().__init__(file)
         self.read = read
-        self.inputs: Sequence[Path] | None = [file]
+        self.inputs = [file]
         self._places = places
         self._folder = folder
         self._folders: dict[str, ArchiveTree] = {}
@@ -219,16 +355,13 @@ class ArchiveTree:
     def folders(self) -> list[str]:
         return sorted(self._folders)
 
-    def image_folders(self) -> set[tuple[str, ...]]:
-        return {tuple(path.split("/")[:-1]) for path in self.images("", Ignored())}
-
     def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
         tree = self.below(folder) if folder else self
         for name in sorted(tree._files):
             if name.lower().endswith(EXTENSIONS):
                 yield name
             else:
-                ignored.count(name)
+                ignored.count(f"{tree}/{name}")
         for name in tree.folders():
             for path in tree.images(name, ignored):
                 yield f"{name}/{path}"
@@ -240,13 +373,24 @@ class ArchiveTree:
             else:
                 ignored.count(name)
 
-    def places(self, paths: Sequence[str]) -> Members:
-        rows = [self._places[self._inside(path)] for path in paths]
+    def places(self, folder: str, paths: Sequence[str]) -> Members:
+        rows = [self._places[self._inside(os.path.join(folder, path))] for path in paths]
         names, offsets, sizes = (list(column) for column in zip(*rows, strict=True))
         return Members(names, np.array(offsets, np.int64), np.array(sizes))
 
+    def has(self, path: str) -> bool:
+        return self._inside(path) in self._places
 
-Tree = FolderTree | ArchiveTree
+    def lines(self, path: str) -> Iterator[str]:
+        name, offset, size = self._places[self._inside(path)]
+        with readable(self.file, (ValueError,), f"{path} cannot be read"):
+            data = self.read(Sample("", 0, name, str(self.file), offset, size))
+        yield from data.decode("utf-8-sig", "surrogateescape").splitlines()
+
+
+def subtree(tree: Tree, names: Iterable[str]) -> Tree:
+    """Return the folder below `tree` on whose path the folders `names` are."""
+    return reduce(lambda outer, name: outer.below(name), names, tree)
 
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
@@ -270,6 +414,10 @@ def _list_archive(path: Path) -> ArchiveTree:
                         " only from a folder: unpack the archive, and pass the folder"
                     )
     return tree
+
+
+# The members of all tars of ImageNet-21k do not fit into memory.
+_list_tar = lru_cache(maxsize=2)(_list_archive)
 
 
 # ---- adding images to a catalog ------------------------------------------------------------------
@@ -299,11 +447,16 @@ def add_images(
     file: int,
     label: int,
     tree: Tree,
+    folder: str,
     paths: Mapping[str, str],
     shares: Mapping[str, Sequence[str]],
 ) -> None:
-    """Add a class's images. paths: maps keys to paths below `tree`. shares: maps splits to keys."""
+    """Add the images of a class.
+
+    folder: the subfolder of the class. paths: maps keys to paths below it. shares: maps splits to
+    keys.
+    """
     for split, keys in shares.items():
         if keys:
-            places = tree.places([paths[key] for key in keys])
+            places = tree.places(folder, [paths[key] for key in keys])
             builder.add(split, file, places.names, label, places.offsets, places.sizes, keys)

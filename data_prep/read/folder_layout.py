@@ -1,21 +1,24 @@
 """Decide which folders of a source are splits, and which are classes.
 
-`read_layout` compares the names of all folders that contain images. It steps through outer folders
-that contain everything. If the folders allow two readings, or if folders with images would not be
-used, the user must choose with --layout.
+Lists of labels (data_prep/read/label_lists.py) take precedence over folders. For splits without a
+list, `read_layout` compares the names of all folders that contain images. It steps through outer
+folders that contain everything. If the folders allow two readings, or if folders with images would
+not be used, the user must choose with --layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import reduce
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from data_prep.errors import PrepError, counted, some
-from data_prep.read.class_tree import TableTree, Tree
-from data_prep.read.split_names import UNLABELLED, split_of, splits_of_folders
+from data_prep.read.class_tree import METADATA, TableTree, Tree, subtree
+from data_prep.read.label_lists import LabelList, Listed, find_lists, is_inside, read_lists
+from data_prep.read.split_names import OF_IMAGES, UNLABELLED, split_of, splits_of_folders
 
 LAYOUTS = ("splits", "classes")
+MOST_LISTS = 100
 Folder = tuple[str, ...]
 """The names of the folders on the path from the source to a folder."""
 
@@ -25,10 +28,13 @@ class Layout(NamedTuple):
 
     trees: dict[str, Tree]
     unused: list[str]
-    """The paths of folders whose images are in no tree."""
+    """The folders whose images are in no tree, with their number of images."""
+    listed: Listed
+    """What lists of labels say about the splits."""
 
     def describe(self, root: Tree, val_fraction: float) -> str:
-        """Describe the splits and classes in a line. val_fraction: the held-out part of train."""
+        """Describe the splits, classes and lists in lines. val_fraction: the held-out part of
+        train."""
         paths = {split: str(tree)[len(str(root)) + 1 :] for split, tree in self.trees.items()}
         splits = [
             split if path in ("", split) else f"{split} ({path}/)" for split, path in paths.items()
@@ -38,25 +44,92 @@ class Layout(NamedTuple):
         return (
             f"{root}: splits: {', '.join(splits)}{held_out};"
             f" {counted(len(classes), 'class', 'classes')}: {some(classes)}"
+            f"{self.listed.description}"
         )
 
 
 def read_layout(
-    root: Tree, choice: str | None, with_classes: bool, out_name: str | None = None
+    root: Tree,
+    choice: str | None,
+    with_classes: bool,
+    out_name: str | None = None,
+    labels: Sequence[str] = (),
+    label_column: str | None = None,
 ) -> Layout:
     """Find the splits of a source.
 
     choice: "splits" or "classes" if the user decided what the folders are. with_classes: whether
-    folders name the classes of images. out_name: the name of the output folder, if it is in `root`.
+    the source names the classes of images. out_name: the name of the output folder, if it is in
+    `root`. labels: the lists of labels that the user chose. label_column: their column of classes.
 
     Raises PrepError if two readings are possible, folders with images would not be used, two
-    folders are the same split, or there are val images without train images.
+    folders are the same split, or there are val images without train images, and like `find_lists`
+    and `read_lists`.
     """
-    folders = {folder for folder in root.image_folders() if folder[:1] != (out_name,)}
+    found = root.find()
+    for folder in [each for each in found.folders if each[:1] == (out_name,)]:
+        del found.folders[folder]
+    rest = set(found.folders)
+    texts = _near(found.lists, _inner_folder(rest))
+    lists: list[LabelList] = []
+    listed = Listed({}, [])
+    if labels or (with_classes and not choice and not isinstance(root, TableTree)):
+        lists, notes = find_lists(root, found, texts, labels, label_column)
+        listed = read_lists(root, lists, texts) if lists else listed
+        listed.notes.extend(notes)
+        for each in lists:
+            base = tuple(each.base.split("/")) if each.base else ()
+            rest = {folder for folder in rest if folder[: len(base)] != base}
+    trees = dict(listed.trees)
+    if "train" not in trees:
+        of_folders, rest = _read_folders(root, rest, choice, with_classes)
+        _check_apart(root, of_folders["train"], lists)
+        trees = of_folders | trees
+    unused = [
+        f"{'/'.join(folder) or 'SOURCE itself'} ({found.folders[folder]:,})"
+        for folder in sorted(rest)
+    ]
+    return Layout(trees, unused, listed)
+
+
+def _near(texts: Iterable[str], outer: Folder) -> list[str]:
+    """Return the texts in or above the folder `outer`, or in a folder beside one of these."""
+    folder_of = {path: tuple(path.split("/")[:-1]) for path in texts}
+    # Many texts in a folder are notes on single images.
+    numbers = Counter(folder_of.values())
+    return sorted(
+        path
+        for path, folder in folder_of.items()
+        if folder[:-1] == outer[: max(0, len(folder) - 1)]
+        and numbers[folder] <= MOST_LISTS
+        and not path.endswith(METADATA)
+    )
+
+
+def _check_apart(root: Tree, train: Tree, lists: Sequence[LabelList]) -> None:
+    """Raise PrepError if lists of other splits name images in the folder of train."""
+    folder = str(train)[len(str(root)) + 1 :]
+    for each in lists:
+        if is_inside(each.base, folder) or is_inside(folder, each.base):
+            raise PrepError(
+                f"{root}: {each.path} names images of {each.split} in"
+                f" {each.base or 'SOURCE itself'}, but no list names those of train, whose folder"
+                f" is {folder or 'SOURCE itself'}: add a list such as train.txt, or use separate"
+                " folders"
+            )
+
+
+def _read_folders(
+    root: Tree, folders: set[Folder], choice: str | None, with_classes: bool
+) -> tuple[dict[str, Tree], set[Folder]]:
+    """Return the tree of each split, and the folders with images that are in no tree.
+
+    folders: all folders with images.
+    """
     # Beside the only folder with images, there may be an empty val.
     splits_anywhere = {name for folder in folders for name in folder if split_of(name)}
     base = _inner_folder(folders, (), () if choice == "classes" else splits_anywhere)
-    tree = _at(root, base)
+    tree = subtree(root, base)
     names = _names(folders, base)
     # An empty folder of a split is an error, so it counts as well.
     splits = splits_of_folders(names.union(() if isinstance(tree, TableTree) else tree.folders()))
@@ -90,13 +163,9 @@ def read_layout(
         inner = _inner_folder(folders, folder_of[split], classes)
         folder = inner if with_classes else folder_of[split]
         if not (split == "test" and classes and _is_unlabelled(root, folders, folder, classes)):
-            trees[split] = _at(root, folder)
+            trees[split] = subtree(root, folder)
             folders = {each for each in folders if each[: len(folder)] != folder}
-    return Layout(trees, sorted("/".join(folder) or "SOURCE itself" for folder in folders))
-
-
-def _at(root: Tree, folder: Folder) -> Tree:
-    return reduce(lambda tree, name: tree.below(name), folder, root)
+    return trees, folders
 
 
 def _names(folders: set[Folder], outer: Folder) -> set[str]:
@@ -122,8 +191,12 @@ def _is_unlabelled(
 ) -> bool:
     """Return whether a test folder has images, but neither class folders nor a table of classes."""
     names = _names(folders, test)
-    has_classes = isinstance(_at(root, test), TableTree) or any(
-        name in classes or not (name in test or split_of(name) or UNLABELLED.search(name))
+    has_classes = isinstance(subtree(root, test), TableTree) or any(
+        name in classes
+        or (
+            not (name in test or split_of(name) or UNLABELLED.search(name))
+            and not OF_IMAGES.fullmatch(name)
+        )
         for name in names
     )
     return (test in folders or bool(names)) and not has_classes

@@ -20,6 +20,12 @@ from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read
 
 FILE_SUFFIX = re.compile(r"\.[a-z]\w{0,4}$", re.IGNORECASE)
 """Matches the end of a file name, but not of folder names such as `v1.2` and `St. Bernard`."""
+LIST_NAME = re.compile(
+    r"(train|val|test|dev|label|annot|list|split|class|categor|image|wnid|synset|name|meta)[^/]*"
+    r"\.(txt|csv|tsv)$",
+    re.IGNORECASE,
+)
+"""Matches the usual names of lists of labels or classes."""
 
 
 @dataclass
@@ -34,6 +40,8 @@ class Ignored:
     """The images that are next to the class folders instead of inside them."""
     without_row: list[str] = field(default_factory=list)
     """The images that are missing from the table of classes."""
+    lists: list[str] = field(default_factory=list)
+    """The paths of other files that LIST_NAME matches."""
 
     @property
     def num_images(self) -> int:
@@ -45,6 +53,8 @@ class Ignored:
         suffix = os.path.splitext(path)[1]
         kind = self.images if suffix.lower() in NOT_READ else self.others
         kind[suffix or "without a suffix"] += 1
+        if LIST_NAME.search(path):
+            self.lists.append(path)
 
     def summary(self) -> list[str]:
         """Describe the skipped files in lines for the console and the card."""

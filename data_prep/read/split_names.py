@@ -22,6 +22,8 @@ UNLABELLED = re.compile(
     r"(?<![^\W\d_])(pred|prediction|unlabell?ed|no.?label|unknown)s?(?![^\W\d_])", re.IGNORECASE
 )
 """Matches names of folders which mean that the images have no labels."""
+OF_IMAGES = re.compile(r"images?|imgs?|photos?|pictures?|data", re.IGNORECASE)
+"""Matches names of folders that say nothing about the images."""
 
 
 def split_of(name: str) -> str | None:
