@@ -35,14 +35,7 @@ from typing import Any
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import PrepError, counted, require, share_to_allow, some
 from data_prep.read.archives import inflate_tar, is_compressed_tar
-from data_prep.read.class_tree import (
-    FolderTree,
-    TableTree,
-    Tree,
-    add_images,
-    open_tree,
-    split_by_hash,
-)
+from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import ARCHIVE_FLAGS, fetched
 from data_prep.read.folder_layout import LAYOUTS, Layout, read_layout
 from data_prep.read.image_tree import Ignored, unique_keys
@@ -67,7 +60,6 @@ def source(
     max_unreadable: float = Settings().max_unreadable,
     out: Path | None = None,
     layout: str | None = None,
-    labels: Sequence[str] = (),
 ) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
@@ -76,16 +68,15 @@ def source(
     label_column: the metadata.csv column with the class names, needed if several columns are
     possible. no_classes: use all images without labels. max_unreadable: the maximum fraction of
     images that may be in unsupported formats. out: the output folder. layout: one of LAYOUTS,
-    required only if it is unclear whether folders are splits or classes. labels: the lists of
-    labels, as paths below `path`, required only if several are possible.
+    required only if it is unclear whether folders are splits or classes.
 
     Raises PrepError if `path` is missing, is not an archive or contains `out`, and like
     `read_layout`. Listing the images raises PrepError for missing or conflicting classes, an
     unclear class order, and too many images in unsupported formats.
     """
-    root = _open(path, label_column, no_classes)
+    root = _open(path, no_classes)
     out_name = out.name if out is not None and out.parent == root.file.resolve() else None
-    found = read_layout(root, layout, not no_classes, out_name, labels, label_column)
+    found = read_layout(root, layout, not no_classes, out_name, label_column)
     train = found.trees["train"]
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: this folder is inside the source {path}: choose another --out")
@@ -103,8 +94,8 @@ def source(
     if not no_classes and train.folders():
         print(found.describe(root, fractions.get("val", 0.0)), flush=True)
     # Omit the defaults, because older data sets did not record them.
-    choices = {"class_order": class_order, "layout": layout, "labels": list(labels)}
-    options |= {name: value for name, value in choices.items() if value not in (None, "text", [])}
+    choices = {"class_order": class_order, "layout": layout}
+    options |= {name: value for name, value in choices.items() if value not in (None, "text")}
     fill = partial(_fill, found, fractions, max_unreadable, class_order)
     if no_classes:
         options["label"] = NO_LABEL
@@ -112,7 +103,7 @@ def source(
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
-def _open(path: Path, label_column: str | None, no_classes: bool) -> Tree:
+def _open(path: Path, no_classes: bool) -> Tree:
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
@@ -122,7 +113,7 @@ def _open(path: Path, label_column: str | None, no_classes: bool) -> Tree:
     require(path, expected)
     if not path.is_dir():
         raise PrepError(f"{path}: not a folder; expected {expected}")
-    return FolderTree(path) if no_classes else open_tree(path, label_column)
+    return Tree(path) if no_classes else open_tree(path)
 
 
 def _fill(
@@ -177,8 +168,7 @@ def _fill_unlabelled(
     ignored = Ignored()
     for split, tree in layout.trees.items():
         shares = fractions if split == "train" else {split: 1.0}
-        images = FolderTree(tree.file) if isinstance(tree, TableTree) else tree
-        _add_split(builder, images, {"": -1}, shares, ignored)
+        _add_split(builder, tree, {"": -1}, shares, ignored)
         if not builder.count(split).any():
             raise PrepError(
                 f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
@@ -333,7 +323,6 @@ def _source(args: argparse.Namespace) -> Source:
         max_unreadable=args.max_unreadable,
         out=Path(args.out).resolve(),
         layout=args.layout,
-        labels=args.labels,
     )
 
 
@@ -350,12 +339,6 @@ main = source_command(
         "--layout": {
             "choices": LAYOUTS,
             "help": "what the folders in SOURCE are, if it is unclear: splits, or classes",
-        },
-        "--labels": {
-            "nargs": "+",
-            "default": (),
-            "metavar": "LIST",
-            "help": "lists of labels (train.txt), as paths below SOURCE, if several are possible",
         },
         "--class-order": {
             "choices": CLASS_ORDERS,

@@ -8,17 +8,15 @@ not be used, the user must choose with --layout.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from data_prep.errors import PrepError, counted, some
-from data_prep.read.class_tree import METADATA, TableTree, Tree, subtree
+from data_prep.read.class_tree import Tree, subtree
 from data_prep.read.label_lists import LabelList, Listed, find_lists, is_inside, read_lists
 from data_prep.read.split_names import OF_IMAGES, UNLABELLED, split_of, splits_of_folders
 
 LAYOUTS = ("splits", "classes")
-MOST_LISTS = 100
 Folder = tuple[str, ...]
 """The names of the folders on the path from the source to a folder."""
 
@@ -53,33 +51,35 @@ def read_layout(
     choice: str | None,
     with_classes: bool,
     out_name: str | None = None,
-    labels: Sequence[str] = (),
     label_column: str | None = None,
 ) -> Layout:
     """Find the splits of a source.
 
     choice: "splits" or "classes" if the user decided what the folders are. with_classes: whether
     the source names the classes of images. out_name: the name of the output folder, if it is in
-    `root`. labels: the lists of labels that the user chose. label_column: their column of classes.
+    `root`. label_column: the column of classes in lists of labels.
 
     Raises PrepError if two readings are possible, folders with images would not be used, two
     folders are the same split, or there are val images without train images, and like `find_lists`
     and `read_lists`.
     """
     found = root.find()
-    for folder in [each for each in found.folders if each[:1] == (out_name,)]:
-        del found.folders[folder]
-    rest = set(found.folders)
-    texts = _near(found.lists, _inner_folder(rest))
+    folders = {folder for folder in found.folders if folder[:1] != (out_name,)}
+    outer = _inner_folder(folders)
+    # A list is beside an outer folder or in a folder there, but not among the images of a class.
+    texts = [
+        path
+        for path in sorted(found.lists)
+        if outer[: max(0, path.count("/") - 1)] == tuple(path.split("/")[:-2])
+    ]
     lists: list[LabelList] = []
     listed = Listed({}, [])
-    if labels or (with_classes and not choice and not isinstance(root, TableTree)):
-        lists, notes = find_lists(root, found, texts, labels, label_column)
+    if with_classes and not choice:
+        lists, notes = find_lists(root, found, texts, label_column)
         listed = read_lists(root, lists, texts) if lists else listed
         listed.notes.extend(notes)
-        for each in lists:
-            base = tuple(each.base.split("/")) if each.base else ()
-            rest = {folder for folder in rest if folder[: len(base)] != base}
+    bases = [each.base for each in lists]
+    rest = {f for f in folders if not any(is_inside("/".join((*f, "")), base) for base in bases)}
     trees = dict(listed.trees)
     if "train" not in trees:
         of_folders, rest = _read_folders(root, rest, choice, with_classes)
@@ -90,20 +90,6 @@ def read_layout(
         for folder in sorted(rest)
     ]
     return Layout(trees, unused, listed)
-
-
-def _near(texts: Iterable[str], outer: Folder) -> list[str]:
-    """Return the texts in or above the folder `outer`, or in a folder beside one of these."""
-    folder_of = {path: tuple(path.split("/")[:-1]) for path in texts}
-    # Many texts in a folder are notes on single images.
-    numbers = Counter(folder_of.values())
-    return sorted(
-        path
-        for path, folder in folder_of.items()
-        if folder[:-1] == outer[: max(0, len(folder) - 1)]
-        and numbers[folder] <= MOST_LISTS
-        and not path.endswith(METADATA)
-    )
 
 
 def _check_apart(root: Tree, train: Tree, lists: Sequence[LabelList]) -> None:
@@ -132,7 +118,7 @@ def _read_folders(
     tree = subtree(root, base)
     names = _names(folders, base)
     # An empty folder of a split is an error, so it counts as well.
-    splits = splits_of_folders(names.union(() if isinstance(tree, TableTree) else tree.folders()))
+    splits = splits_of_folders(names.union(tree.folders()))
     folder_of = {split: (*base, name) for name, split in splits.items()}
     in_train = _names(folders, _inner_folder(folders, folder_of.get("train", base)))
     others = sorted(names - splits.keys())
@@ -141,7 +127,7 @@ def _read_folders(
     if choice == "classes" or are_classes or "train" not in folder_of:
         if choice == "splits":
             raise PrepError(f"{tree}: --layout splits: no folder train in {some(sorted(names))}")
-        if with_classes and not (choice or isinstance(tree, TableTree)):
+        if with_classes and not choice:
             _check_classes(tree, folders, base)
         folder_of = {"train": base if with_classes else ()}
     else:
@@ -191,7 +177,7 @@ def _is_unlabelled(
 ) -> bool:
     """Return whether a test folder has images, but neither class folders nor a table of classes."""
     names = _names(folders, test)
-    has_classes = isinstance(subtree(root, test), TableTree) or any(
+    has_classes = any(
         name in classes
         or (
             not (name in test or split_of(name) or UNLABELLED.search(name))

@@ -21,8 +21,8 @@ from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read
 FILE_SUFFIX = re.compile(r"\.[a-z]\w{0,4}$", re.IGNORECASE)
 """Matches the end of a file name, but not of folder names such as `v1.2` and `St. Bernard`."""
 LIST_NAME = re.compile(
-    r"(train|val|test|dev|label|annot|list|split|class|categor|image|wnid|synset|name|meta)[^/]*"
-    r"\.(txt|csv|tsv)$",
+    r"(^|/)(images|[^/]*(train|val|test|dev|label|annot|list|split|class|categor|wnid|synset|names"
+    r"|meta)[^/]*)\.(txt|csv|tsv|jsonl)$",
     re.IGNORECASE,
 )
 """Matches the usual names of lists of labels or classes."""
@@ -38,15 +38,13 @@ class Ignored:
     """The number of other files, by suffix."""
     stray: list[str] = field(default_factory=list)
     """The images that are next to the class folders instead of inside them."""
-    without_row: list[str] = field(default_factory=list)
-    """The images that are missing from the table of classes."""
     lists: list[str] = field(default_factory=list)
     """The paths of other files that LIST_NAME matches."""
 
     @property
     def num_images(self) -> int:
         """The number of skipped images."""
-        return self.images.total() + len(self.stray) + len(self.without_row)
+        return self.images.total() + len(self.stray)
 
     def count(self, path: str) -> None:
         """Count a skipped file."""
@@ -59,12 +57,11 @@ class Ignored:
     def summary(self) -> list[str]:
         """Describe the skipped files in lines for the console and the card."""
         lines = [self.images_summary()] if self.images else []
-        for paths, place in (  # _info.json records this text, so rewording changes the output.
-            (self.stray, "beside the class folders, of no class"),
-            (self.without_row, "without a row in metadata.csv"),
-        ):
-            if paths:
-                lines.append(f"{counted(len(paths), 'image')} {place}: {some(paths)}; not used")
+        if self.stray:  # _info.json records this text, so rewording changes the output.
+            lines.append(
+                f"{counted(len(self.stray), 'image')} beside the class folders, of no class:"
+                f" {some(self.stray)}; not used"
+            )
         if self.others:
             lines.append(
                 f"{self.others.total():,} other files, no images: {_by_number(self.others)}"

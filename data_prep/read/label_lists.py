@@ -2,54 +2,51 @@
 
     images/cat/1.jpg 0        val_0.JPEG<TAB>n03444034<TAB>0        apple_pie/1005649
 
-Blanks, tabs or commas separate the columns. Without a label, the folder of an image is its class.
-An image may be named without its suffix. Labels are names of classes, or numbers whose names are in
-a file of classes, or follow from the folders or names of the images. CUB-200-2011 has one file for
-each column, which the numbers of images join. `find_lists` recognizes lists by their first rows,
-which name images of the source.
+Blanks, tabs or commas separate the columns, and the first row may be a header. Without a label, the
+folder of an image is its class. An image may be named without its suffix. Labels are names of
+classes, or numbers whose names are in a file of classes, or follow from the folders or names of the
+images. CUB-200-2011 has one file for each column. A metadata.csv or metadata.jsonl of Hugging Face
+is a list with a header. Lists are recognized by their first rows, which name images of the source.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
 from data_prep.errors import PrepError, counted, readable, some
-from data_prep.read.class_tree import FILE_NAME, Found, TableTree, Tree, subtree
+from data_prep.read.class_tree import Found, TableTree, Tree, subtree
 from data_prep.read.hub_features import LABEL_NAMES, choose_column
 from data_prep.read.image_tree import Ignored
-from data_prep.read.split_names import SPLIT_WORDS, split_of, splits_of_folders
+from data_prep.read.split_names import OF_IMAGES, SPLIT_WORDS, split_of, splits_of_folders
 from vit.data.decode.image_files import EXTENSIONS
 
 HEAD_ROWS = 20
 """The number of rows that show whether a text is a list of labels."""
-SPLITS = ("", "train", "val", "test")
 SPLIT_COLUMNS = ("split", "set", "subset", "dataset", "data set", "data_set")
-_IMAGE = re.compile(rf"(.+?({'|'.join(map(re.escape, EXTENSIONS))}))(?:\s+(.*))?$", re.IGNORECASE)
+_IMAGE = re.compile(rf"(.+?(?:{'|'.join(map(re.escape, EXTENSIONS))}))(?:\s+(.*))?$", re.IGNORECASE)
+"""Matches a path with the suffix of an image, and what follows after a blank."""
+_CLASS_FILE = re.compile(
+    r"(.*/)?(class(es|_?names)|categories.*|wnids|synsets|names|labels)\.(txt|csv|tsv)", re.I
+)
 _NUMBERED_CLASS = re.compile(
     r"(?P<first>\d+)[\s,:]+(?P<after>.+)|(?P<before>.+?)[\s,]+(?P<last>\d+)"
 )
-_CLASS_FILE = re.compile(
-    r"(class(es|_?names)|categories.*|wnids|synsets|names|labels)\.(txt|csv|tsv)", re.IGNORECASE
-)
-
-
-class Columns(NamedTuple):
-    """The numbers of the columns of a list, or None for those that are missing."""
-
-    file: int
-    label: int | None
-    split: int | None
-    has_header: bool
+_CLASS_IN_PATH = {
+    "the folders": r"([^/]+)/[^/]+$",
+    "the names of the images": r"([^/]*?)[\W_]*\d+\.\w+$",
+}
+"""Patterns for the name of a class in the path of an image."""
 
 
 class LabelList(NamedTuple):
-    """A list of labels."""
+    """A list of labels. Columns are numbers, or None if they are missing."""
 
     path: str
     """The path below the source."""
@@ -57,27 +54,23 @@ class LabelList(NamedTuple):
     """The split that the name of the list means, or ""."""
     base: str
     """The folder below the source in which the images are."""
-    dropped: int
-    """The number of leading folders in the paths of the list that `base` replaces."""
-    columns: Columns
-    has_labels: bool
-    split_of_folder: dict[str, str]
-    """The splits that folders below `base` mean. They count if nothing else tells the split."""
+    has_header: bool
+    file_column: int
+    label_column: int | None
+    split_column: int | None
+    split_of_folder: Mapping[str, str]
+    """The splits that folders below `base` mean, if the list is for several splits."""
 
     def rows(self, root: Tree) -> Iterator[tuple[str, str, str]]:
         """Yield the split, the path and the label of each row, or "" for what is missing."""
-        columns = self.columns
-        for row in islice(_rows(root, self.path), int(columns.has_header), None):
-            parts = _parts(_cell(row, columns.file))
-            label = _cell(row, columns.label)
-            if columns.label is None and len(parts) > 1:
-                # The folder of a class may be named like a split, but not the folders above it.
-                label = "/".join([*(p for p in parts[:-2] if not split_of(p)), parts[-2]])
-            parts = parts[self.dropped :]
-            split = self.split or self.split_of_folder.get(parts[0] if parts else "", "train")
-            if columns.split is not None:
-                split = SPLIT_WORDS.get(_cell(row, columns.split).lower(), "")
-            yield split, _joined(self.base, *parts), label
+        default = self.split or ("train" if self.split_column is None else "")
+        for row in islice(_rows(root, self.path), int(self.has_header), None):
+            parts = _parts(_cell(row, self.file_column))
+            split = SPLIT_WORDS.get(_cell(row, self.split_column).lower(), default)
+            label = _cell(row, self.label_column)
+            if self.label_column is None:
+                label = _class_folder(parts)
+            yield self.split_of_folder.get(parts[0], split), _joined(self.base, *parts), label
 
 
 class Listed(NamedTuple):
@@ -96,51 +89,49 @@ class Listed(NamedTuple):
 
 
 def _rows(root: Tree, path: str) -> Iterator[list[str]]:
-    """Yield the columns of each row of a text that is not a comment."""
+    """Yield the columns of each row of a text."""
     folder, name = os.path.split(path)
-    labels, splits = (
-        os.path.join(folder, file) for file in ("image_class_labels.txt", "train_test_split.txt")
-    )
-    if name == "images.txt" and root.has(labels):
-        label_of = dict(_numbered(root, labels))
-        is_train = dict(_numbered(root, splits)) if root.has(splits) else {}
-        yield [FILE_NAME, "label", "split"]
-        for number, file in _numbered(root, path):
-            split = "train" if is_train.get(number, "1") == "1" else "test"
-            yield [file, label_of.get(number, ""), split]
+    beside = [_joined(folder, file) for file in ("image_class_labels.txt", "train_test_split.txt")]
+    if name == "images.txt" and all(map(root.has, beside)):
+        labels, is_train = (_by_number(root, each) for each in beside)
+        yield ["file", "label", "split"]
+        for number, file in _by_number(root, path).items():
+            split = "train" if is_train.get(number) == "1" else "test"
+            yield [file, labels.get(number, ""), split]
         return
-    lines = (line for line in root.lines(path) if line.strip() and not line.startswith("#"))
-    first = next(lines, "")
-    separator = next((each for each in "\t,;" if each in first), None)
-    if separator is None:
-        yield from map(_split_at_blanks, filter(None, chain([first], lines)))
-        return
-    with readable(root.file, (csv.Error,), f"{path} is not a table"):
-        for row in csv.reader(chain([first], lines), delimiter=separator):
-            yield [value.strip() for value in row]
+    lines: Iterator[str] = filter(str.strip, root.lines(path))
+    first = next((line for line in lines if not line.startswith("#")), "")
+    lines = chain([first] * bool(first), lines)
+    with readable(root.file / path, (ValueError, csv.Error), "not a table"):
+        if path.endswith(".jsonl"):
+            names = list(json.loads(first))
+            yield names
+            for row in map(json.loads, lines):
+                yield ["" if row.get(name) is None else str(row[name]).strip() for name in names]
+        elif "\t" in first or ("," in first and not _IMAGE.match(first)):
+            for cells in csv.reader(lines, delimiter="\t" if "\t" in first else ","):
+                yield [cell.strip() for cell in cells]
+        else:
+            yield from map(_split_at_blanks, lines)
 
 
-def _numbered(root: Tree, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the number and the rest of each line."""
-    for line in root.lines(path):
-        number, _, rest = line.strip().partition(" ")
-        yield number, rest.strip()
+def _by_number(root: Tree, path: str) -> dict[str, str]:
+    rows = (line.strip().partition(" ") for line in root.lines(path))
+    return {number: rest.strip() for number, _, rest in rows}
 
 
 def _split_at_blanks(line: str) -> list[str]:
     """Split a row into the image and its label, which may both contain blanks."""
     match = _IMAGE.match(line.strip())
-    file, rest = (match[1], match[3] or "") if match else (line.split()[0], line.partition(" ")[2])
-    labels = rest.split()
+    file, rest = match.groups("") if match else (*line.split(maxsplit=1), "")[:2]
     # Columns after a number have other meanings, but the name of a class may have several words.
-    if labels and not labels[0].isdecimal():
-        labels = [" ".join(labels)]
-    return [file, *labels]
+    return [file, *(rest.split() if rest[:1].isdecimal() else filter(None, [rest.strip()]))]
 
 
 def _parts(path: str) -> list[str]:
-    path = path if "/" in path else path.replace("\\", "/")
-    return [part for part in path.split("/") if part not in ("", ".")]
+    """Return the names on a path, at least one."""
+    names = (path if "/" in path else path.replace("\\", "/")).split("/")
+    return [name for name in names if name not in ("", ".")] or [""]
 
 
 def _joined(*parts: str) -> str:
@@ -151,255 +142,9 @@ def _cell(row: Sequence[str], column: int | None) -> str:
     return "" if column is None or column >= len(row) else row[column]
 
 
-# ---- finding lists -------------------------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    """Where the images of a list are. The best place sorts first."""
-
-    dropped: int
-    is_other_split: bool
-    num_missing: int
-    depth: int
-    base: str
-
-
-def find_lists(
-    root: Tree, found: Found, texts: Sequence[str], chosen: Sequence[str], label_column: str | None
-) -> tuple[list[LabelList], list[str]]:
-    """Return the lists of labels, and notes about lists that are not used.
-
-    texts: the paths below `root` of possible lists. chosen: the lists that the user chose, or [].
-
-    Raises PrepError if a chosen list names no image, or if several lists are possible.
-    """
-    opened: list[LabelList] = []
-    notes = []
-    for path in chosen or sorted(texts):
-        each = _open_list(root, found, path, label_column) if root.has(path) else None
-        if each is not None and each.has_labels:
-            opened.append(each)
-        elif chosen:
-            raise PrepError(
-                f"{root}: --labels {path}: expected a text below {root} whose rows name images and"
-                " their classes"
-            )
-        elif each is not None:
-            notes.append(f"{path} contains no labels, and is not used")
-    if chosen:
-        return opened, notes
-    by_split = defaultdict[str, list[LabelList]](list)
-    for each in opened:
-        by_split[each.split].append(each)
-    if len(by_split) > 1:  # A list of all images, beside lists of the splits
-        by_split.pop("", None)
-    if {"train", "val"} <= by_split.keys() and len(by_split["train"]) > 1:
-        both = [each for each in by_split["train"] if "trainval" not in each.path]
-        by_split["train"] = both or by_split["train"]
-    lists = [
-        _first_partition(root, by_split[split]) for split in sorted(by_split, key=SPLITS.index)
-    ]
-    others = [each.path for each in opened if each.split in by_split and each not in lists]
-    if others:
-        notes.append(f"{some(others)} are not used: choose lists with --labels")
-    return lists, notes
-
-
-def _first_partition(root: Tree, lists: Sequence[LabelList]) -> LabelList:
-    """Return the only list, or train1.txt of train1.txt, train2.txt, ..."""
-    stems = [os.path.splitext(each.path)[0] for each in lists]
-    if len({stem.rstrip("0123456789") for stem in stems}) > 1:
-        raise PrepError(
-            f"{root}: several lists contain labels of the same images or split:"
-            f" {some([each.path for each in lists])}: choose one for each split with --labels, or"
-            " use --layout to ignore all lists"
-        )
-    return min(lists, key=lambda each: (len(each.path), each.path))
-
-
-def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | None:
-    """Return a list of labels, or None if a text names no image."""
-    rows = list(islice(_rows(root, path), HEAD_ROWS))
-    folder, name = os.path.split(path)
-    words = re.findall("[a-z]+", name.lower())
-    named = {("train" if word == "trainval" else SPLIT_WORDS.get(word)) for word in words} - {None}
-    split = split_of(os.path.basename(folder)) if not named else None
-    if len(named) == 1:
-        split = named.pop()
-    best: tuple[_Place, int] | None = None
-    for column in range(max(map(len, rows), default=0)):
-        place = _place(root, found, [_cell(row, column) for row in rows], split or "")
-        if place and (best is None or place.num_missing < best[0].num_missing):
-            best = (place, column)
-    if best is None:
-        return None
-    place, file = best
-    first = rows[0]
-    has_header = not (
-        _is_image(root, found, place.base, _parts(_cell(first, file))[place.dropped :])
-        or any(cell.isdecimal() or "/" in cell or _IMAGE.match(cell) for cell in first)
-    )
-    in_folders = all(len(_parts(_cell(row, file))) > 1 for row in rows[has_header:])
-    columns = _choose_columns(
-        os.path.join(str(root), path), rows, file, has_header, in_folders, label_column
-    )
-    has_labels = columns.label is not None or in_folders
-    base = _parts(place.base)
-    folders = {each[len(base)] for each in found.folders if each[:-1][: len(base)] == (*base,)}
-    splits = splits_of_folders(folders)
-    return LabelList(
-        path,
-        split or "",
-        place.base,
-        place.dropped,
-        columns,
-        has_labels,
-        splits if "train" in splits.values() else {},
-    )
-
-
-def _choose_columns(
-    place: str,
-    rows: Sequence[list[str]],
-    file: int,
-    has_header: bool,
-    in_folders: bool,
-    label_column: str | None,
-) -> Columns:
-    """Choose the columns of labels and splits. in_folders: whether all images are in folders."""
-    others = [column for column in range(max(map(len, rows))) if column != file]
-    if not has_header:
-        label = next(iter([column for column in others if column > file] or others), None)
-        return Columns(file, label, None, has_header)
-    names = rows[0]
-    split = None
-    for column in others:
-        values = {_cell(row, column).lower() for row in rows[1:]}
-        if _cell(names, column).lower() in SPLIT_COLUMNS and values <= SPLIT_WORDS.keys():
-            split = column
-    candidates = [names[column] for column in others if column != split and column < len(names)]
-    usual = [name for name in candidates if name.lower() in LABEL_NAMES]
-    if in_folders and not (usual or label_column or len(candidates) == 1):
-        return Columns(file, None, split, has_header)
-    name = choose_column(place, "--label-column", label_column, usual or candidates, names)
-    return Columns(file, names.index(name), split, has_header)
-
-
-def _place(root: Tree, found: Found, values: Sequence[str], split: str) -> _Place | None:
-    """Return the folder in which most of the images named by `values` are."""
-    hits = Counter[tuple[int, str]]()
-    for value in values:
-        parts = _parts(value)
-        for dropped in range(len(parts)):
-            inner = tuple(parts[dropped:-1])
-            bases = {
-                "/".join(folder[: len(folder) - len(inner)])
-                for folder in found.folders
-                if folder[len(folder) - len(inner) :] == inner
-            }
-            inside = [base for base in bases if _is_image(root, found, base, parts[dropped:])]
-            hits.update((dropped, base) for base in inside)
-            if inside:
-                break
-    places = sorted(
-        _Place(
-            dropped,
-            split not in map(split_of, base.split("/")),
-            len(values) - number,
-            len(_parts(base)),
-            base,
-        )
-        for (dropped, base), number in hits.items()
-    )
-    if len(places) > 1 and places[0][:4] == places[1][:4]:
-        raise PrepError(
-            f"{root}: images such as {values[-1]} of a list are in {places[0].base} and in"
-            f" {places[1].base}: move one of these folders away"
-        )
-    return places[0] if places else None
-
-
-def _is_image(root: Tree, found: Found, base: str, parts: Sequence[str]) -> bool:
-    path = _joined(base, *parts)
-    return bool(parts) and any(root.has(path + suffix) for suffix in ("", *found.suffixes))
-
-
-# ---- reading lists -------------------------------------------------------------------------------
-
-
-def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> Listed:
-    """Read lists of labels, and find their images. All rows are in memory.
-
-    texts: the paths of texts that may name the classes.
-
-    Raises PrepError for rows without a label or split, for files that are missing or have two
-    labels or splits, and for numbers that are not in the file of classes.
-    """
-    known: dict[tuple[int, str, str], tuple[int, str, str]] = {}
-    place_of: dict[str, tuple[int, str, str]] = {}
-    wrong: list[str] = []
-    for number, each in enumerate(lists):
-        for split, path, label in each.rows(root):
-            place = (number, split, label)
-            place = known.setdefault(place, place)  # Millions of rows share few objects.
-            if not (split and label):
-                wrong.append(f"{path} (no {'label' if split else 'split'})")
-            elif place_of.setdefault(path, place)[1:] != place[1:]:
-                wrong.append(f"{path} ({' '.join(place_of[path][1:])} and {split} {label})")
-    bases = {each.base for each in lists}
-    outer = [base for base in bases if not any(is_inside(base, b) for b in bases - {base})]
-    paths_of = defaultdict[tuple[int, str, str], list[str]](list)
-    below = Counter[str]()
-    unlisted = Counter[str]()
-    ignored = Ignored()
-    images = (
-        _joined(base, name)
-        for base in outer
-        for name in subtree(root, _parts(base)).images("", ignored)
-    )
-    for path in images:
-        below.update(base for base in bases if is_inside(path, base))
-        listed = path if path in place_of else os.path.splitext(path)[0]
-        if listed in place_of:
-            paths_of[place_of.pop(listed)].append(path)
-        else:
-            unlisted[os.path.dirname(path)] += 1
-    wrong += [f"{path} (missing)" for path in place_of]
-    if wrong:
-        raise PrepError(
-            f"{root}: {len(wrong):,} rows of {some([each.path for each in lists])} have no label or"
-            " split, have another one than an earlier row of the same image, or name an image that"
-            f" is missing{ignored.images_in_brackets()}: {some(wrong)}; correct or remove these"
-            " rows, or use --layout to ignore the lists"
-        )
-    is_complete = any(split == "train" for _, split, _ in paths_of)
-    class_files = [
-        path
-        for path in texts
-        if _CLASS_FILE.fullmatch(os.path.basename(path)) and path not in {e.path for e in lists}
-    ]
-    names = _name_classes(root, lists, paths_of, class_files, is_complete)
-    trees: dict[str, Tree] = {}
-    for split in sorted({split for _, split, _ in paths_of}, key=SPLITS.index):
-        base = os.path.commonpath([lists[n].base for n, of, _ in paths_of if of == split])
-        by_class = defaultdict[str, list[str]](list)
-        for (_, of, label), paths in paths_of.items():
-            if of == split:
-                by_class[names.of[label]] += [path[len(base) :].lstrip("/") for path in paths]
-        trees[split] = TableTree(subtree(root, _parts(base)), by_class)
-    numbers = Counter[int]()
-    for (number, _, _), paths in paths_of.items():
-        numbers[number] += len(paths)
-    texts = [
-        f"{each.path} ({numbers[n]:,} of {counted(below[each.base], 'image')})"
-        for n, each in enumerate(lists)
-    ]
-    notes = []
-    if unlisted:
-        folders = [f"{folder or 'SOURCE itself'} ({n:,})" for folder, n in unlisted.most_common()]
-        notes.append(f"images that no list names are not used: {some(folders)}")
-    description = f"\nlist{'s' * (len(lists) > 1)} of labels: {', '.join(texts)}{names.description}"
-    return Listed(trees, notes, names.in_order if is_complete else (), description)
+def _class_folder(parts: Sequence[str]) -> str:
+    """Return the folder that names the class of an image, or ""."""
+    return "/".join(n for n in parts[:-1] if not (split_of(n) or OF_IMAGES.fullmatch(n)))
 
 
 def is_inside(path: str, folder: str) -> bool:
@@ -407,78 +152,206 @@ def is_inside(path: str, folder: str) -> bool:
     return not folder or path.startswith(f"{folder}/")
 
 
-class _Names(NamedTuple):
-    """The names of the classes."""
-
-    of: dict[str, str]
-    """The name of each label in the lists."""
-    in_order: list[str]
-    description: str
+# ---- finding lists -------------------------------------------------------------------------------
 
 
-def _name_classes(
-    root: Tree,
-    lists: Sequence[LabelList],
-    paths_of: Mapping[tuple[int, str, str], Sequence[str]],
-    class_files: Sequence[str],
-    is_complete: bool,
-) -> _Names:
-    """Name the classes. Numbers are names only if no other names are found."""
-    labels = sorted({label for _, _, label in paths_of})
-    if not all(map(str.isdecimal, labels)):
-        # The folders above those of the classes are no part of a name.
-        above = os.path.commonpath(labels) if len(labels) > 1 else os.path.dirname(labels[0])
-        if above in labels or any(each.columns.label is not None for each in lists):
-            above = ""
-        return _Names({label: label[len(above) :].lstrip("/") for label in labels}, [], "")
-    numbers = sorted(set(map(int, labels)))
-    found = ((path, _read_classes(root, path, numbers)) for path in class_files)
-    source, name_of = next(((path, names) for path, names in found if names), ("", {}))
-    if class_files and not name_of:
+def find_lists(
+    root: Tree, found: Found, texts: Sequence[str], label_column: str | None
+) -> tuple[list[LabelList], list[str]]:
+    """Return the list of each split, or of all images, and notes about lists that are not used.
+
+    texts: the paths below `root` of possible lists. Raises PrepError if several lists are possible.
+    """
+    by_split = defaultdict[str, list[LabelList]](list)
+    notes = []
+    for path in texts:
+        each = _open_list(root, found, path, label_column)
+        if isinstance(each, LabelList):
+            by_split[each.split].append(each)
+        elif each:
+            notes.append(f"{path} {each}, and is not used")
+    if len(by_split) > 1:  # A list of all images is not needed beside lists of the splits.
+        by_split.pop("", None)
+    lists = []
+    for split in sorted(by_split, key=["", "train", "val", "test"].index):
+        # trainval.txt contains the images of both.
+        is_other = "trainval" if "val" in by_split and len(by_split[split]) > 1 else "\0"
+        of_split = [each for each in by_split[split] if is_other not in each.path]
+        first, *others = sorted(of_split, key=lambda each: (len(each.path), each.path))
+        if len({re.sub(r"\d*\.\w+$", "", each.path) for each in of_split}) > 1:
+            raise PrepError(
+                f"{root}: several lists contain labels of the same images:"
+                f" {some([each.path for each in of_split])}: move all but one away, or use --layout"
+                " to ignore the lists"
+            )
+        if others:  # train1.txt, train2.txt, ... are partitions.
+            notes.append(f"{some([each.path for each in others])} are not used")
+        lists.append(first)
+    return lists, notes
+
+
+def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
+    """Return a list of labels, or why a list is not used, or "" for a text that is no list."""
+    rows = list(islice(_rows(root, path), HEAD_ROWS))
+    folder, name = os.path.split(path.lower().replace("trainval", "train"))
+    splits = {SPLIT_WORDS.get(word) for word in re.findall("[a-z]+", name)} - {None}
+    splits = splits or {split_of(os.path.basename(folder))}
+    split = (splits.pop() or "") if len(splits) == 1 else ""  # train_test_split.txt
+    columns = range(max(map(len, rows), default=0))
+    places = sorted(place for c in columns for place in _places(root, found, path, split, rows, c))
+    if not places:
+        is_list = any(_IMAGE.match(cell) for row in rows for cell in row)
+        return "names no image of the source" if is_list else ""
+    *_, file, base = places[0]
+    has_header = not (
+        _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
+        or any(cell.isdecimal() or "/" in cell or _IMAGE.match(cell) for cell in rows[0])
+    )
+    in_folders = all(_class_folder(_parts(_cell(row, file))) for row in rows[has_header:])
+    others = [column for column in range(len(rows[0])) if column != file]
+    label, split_column = next(iter(others), None), None
+    if has_header:
+        values = {k: {_cell(row, k).lower() for row in rows[1:]} for k in others}
+        splits_of_rows = [k for k in others if rows[0][k].lower() in SPLIT_COLUMNS]
+        split_column = next((k for k in splits_of_rows if values[k] <= SPLIT_WORDS.keys()), None)
+        names = [rows[0][column] for column in others if column != split_column]
+        usual = [name for name in names if name.lower() in LABEL_NAMES]
+        label = None
+        if names and (usual or label_column or not in_folders):
+            place = os.path.join(str(root), path)
+            name = choose_column(place, "--label-column", label_column, usual or names, rows[0])
+            label = rows[0].index(name)
+    outer = len(base.split("/")) if base else 0
+    below = [each[outer:][:1] for each in found.folders if is_inside("/".join(each), base)]
+    of_folders = splits_of_folders(chain(*below))
+    if split or split_column is not None or "train" not in of_folders.values():
+        of_folders = {}
+    tells_split = split or split_column is not None or of_folders
+    if label is None and not (in_folders and tells_split):
+        return "contains no labels"
+    return LabelList(path, split, base, has_header, file, label, split_column, of_folders)
+
+
+def _places(
+    root: Tree, found: Found, path: str, split: str, rows: Sequence[list[str]], column: int
+) -> Iterator[tuple[bool, bool, int, int, int, str]]:
+    """Yield the folders that contain images of a column, as tuples of which the least is best."""
+    hits = Counter[str]()
+    for row in rows:
+        *inner, name = _parts(_cell(row, column))
+        outer = {each[: len(each) - len(inner)] for each in found.folders}
+        bases = {"/".join(each) for each in outer if (*each, *inner) in found.folders and name}
+        hits.update(base for base in bases if _exists(root, _joined(base, *inner, name)))
+    for base, number in hits.items():
+        is_other_split = split not in map(split_of, base.split("/"))
+        is_elsewhere = base != os.path.dirname(path)
+        yield is_other_split, is_elsewhere, -number, base.count("/"), column, base
+
+
+def _exists(root: Tree, path: str) -> bool:
+    suffixes = ("",) if _IMAGE.match(path) else ("", *EXTENSIONS, *map(str.upper, EXTENSIONS))
+    return any(root.has(path + suffix) for suffix in suffixes)
+
+
+# ---- reading lists -------------------------------------------------------------------------------
+
+
+def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> Listed:
+    """Read lists of labels, and find their images. All rows are in memory (0.3 kB each).
+
+    texts: the paths of texts that may name the classes.
+
+    Raises PrepError for rows without a label or split, for files that are missing or have two
+    labels or splits, and for numbers that are not in the file of classes.
+    """
+    images = [defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list)) for _ in lists]
+    paths_of: dict[str, list[str]] = {}
+    wrong: list[str] = []
+    for each, of_list in zip(lists, images, strict=True):
+        for split, path, label in each.rows(root):
+            paths = of_list[split][label]
+            # A cell of metadata.jsonl may contain a list.
+            if not split or not label or label.startswith("["):
+                wrong.append(f"{path} ({(label or 'no label') if split else 'no split'})")
+            elif paths_of.setdefault(path, paths) is not paths:
+                wrong.append(f"{path} ({split}: {label})")
+    ignored = Ignored()
+    below = Counter[str]()
+    unlisted = Counter[str]()
+    for path in root.images("", ignored):
+        inside = [base for base in {each.base for each in lists} if is_inside(path, base)]
+        below.update(inside)
+        listed = path if path in paths_of else os.path.splitext(path)[0]
+        if listed in paths_of:
+            paths_of.pop(listed).append(path)
+        elif inside:
+            unlisted[os.path.dirname(path) or "SOURCE itself"] += 1
+    wrong += [f"{path} (missing)" for path in paths_of]
+    if wrong:
         raise PrepError(
-            f"{root}: {some(class_files)} must name each class, one per line in the order of their"
-            f" numbers, or with their numbers; expected names of {some([*map(str, numbers)])}"
+            f"{root}: {len(wrong):,} rows of {some([each.path for each in lists])} have no label or"
+            " several labels, have another label or split than an earlier row of the same image, or"
+            f" name an image that is missing{ignored.images_in_brackets()}: {some(wrong)}; correct"
+            " or remove these rows, or use --layout to ignore the lists"
         )
-    for source_of_names, get_name in _NAMES_OF_IMAGES.items():
-        if name_of or not is_complete:
-            break
-        by_number = defaultdict[int, set[str]](set)
-        for (number, _, label), paths in paths_of.items():
-            start = len(lists[number].base)
-            by_number[int(label)] |= {get_name(path[start:].strip("/")) for path in paths}
-        names = {n: min(each) for n, each in by_number.items() if len(each) == 1}
-        if len({*names.values()} - {""}) == len(numbers):
-            source, name_of = source_of_names, names
-    name_of = name_of or {number: str(number) for number in numbers}
-    description = f"; class names: {source or 'the numbers'}"
-    if numbers != [*range(len(numbers))]:
-        description += (
-            f"; the numbers {numbers[0]} to {numbers[-1]} become the labels 0 to {len(numbers) - 1}"
-        )
-    return _Names(
-        {label: name_of[int(label)] for label in labels},
-        [name_of[number] for number in numbers],
-        description,
+    of_train = {label: paths for each in images for label, paths in each.get("train", {}).items()}
+    labels = {label for of_list in images for label in chain.from_iterable(of_list.values())}
+    files = {each for each in texts if _CLASS_FILE.fullmatch(each)} - {each.path for each in lists}
+    names, source = _name_classes(root, sorted(files), labels, of_train)
+    trees: dict[str, Tree] = {}
+    described = []
+    for each, of_list in zip(lists, images, strict=True):
+        start = len(each.base) + bool(each.base)
+        for split, of_split in of_list.items():
+            by_class = {names[k]: [path[start:] for path in of_split[k]] for k in of_split}
+            trees[split] = TableTree(subtree(root, filter(None, each.base.split("/"))), by_class)
+        number = sum(len(paths) for of_split in of_list.values() for paths in of_split.values())
+        described.append(f"{each.path} ({number:,} of {counted(below[each.base], 'image')})")
+    folders = [f"{folder} ({number:,})" for folder, number in unlisted.most_common()]
+    return Listed(
+        trees,
+        [f"images that no list names are not used: {some(folders)}"] if folders else [],
+        list(names.values()) if source and of_train else [],
+        f"\nlist{'s' * (len(lists) > 1)} of labels: {', '.join(described)}{source}",
     )
 
 
-_NAMES_OF_IMAGES: dict[str, Callable[[str], str]] = {
-    "the folders": os.path.dirname,
-    "the names of the images": lambda path: re.sub(r"[\W_]*\d+\.\w+$", "", os.path.basename(path)),
-}
-"""Functions from the path of an image to the name of its class, if it follows from the path."""
+def _name_classes(
+    root: Tree, files: Sequence[str], labels: set[str], of_train: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, str], str]:
+    """Return the name of each label, in the order of numbers, and a text about the names.
 
-
-def _read_classes(root: Tree, path: str, numbers: Sequence[int]) -> dict[int, str]:
-    """Return the names of the classes with these numbers, or {} if a file does not name them."""
-    lines = [line.strip() for line in root.lines(path) if line.strip()]
-    numbered = {
-        int(match["first"] or match["last"]): (match["after"] or match["before"]).lstrip("/")
-        for match in filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
-    }
-    is_from_1 = numbers[0] > 0 and numbers[-1] == len(lines)
-    for names in (numbered, dict(enumerate(lines, int(is_from_1)))):
-        chosen = {number: names[number] for number in numbers if number in names}
-        if len(set(chosen.values())) == len(numbers):
-            return chosen
-    return {}
+    files: the paths of files of classes. of_train: the training images of each label.
+    """
+    if not all(map(str.isdecimal, labels)):
+        return {label: label for label in labels}, ""
+    labels_in_order = sorted(labels, key=int)
+    numbers = list(map(int, labels_in_order))
+    candidates: list[tuple[str, Mapping[int, str]]] = []
+    for file in files:
+        lines = [line.strip() for line in root.lines(file) if line.strip()]
+        numbered = {
+            int(match["first"] or match["last"]): (match["after"] or match["before"]).lstrip("/")
+            for match in filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
+        }
+        in_order = dict(enumerate(lines, int(numbers[-1] == len(lines))))
+        candidates += [(file, numbered), (file, in_order)]
+    for source, pattern in () if files else _CLASS_IN_PATH.items():
+        found = {
+            label: {"".join(re.findall(pattern, path)) for path in paths}
+            for label, paths in of_train.items()
+        }
+        candidates.append((source, {int(k): min(v) for k, v in found.items() if len(v) == 1}))
+    if not files:
+        candidates.append(("the numbers", dict(zip(numbers, labels_in_order, strict=True))))
+    range_of_labels = f"{labels_in_order[0]} to {labels_in_order[-1]}"
+    for source, names in candidates:
+        of_label = {label: names.get(int(label), "") for label in labels_in_order}
+        if len({*of_label.values()} - {""}) == len(labels):
+            moved = f"; {range_of_labels} become the labels from 0 on"
+            is_moved = numbers != [*range(len(numbers))]
+            return of_label, f"; class names: {source}{moved * is_moved}"
+    raise PrepError(
+        f"{root}: {some(files)}: expected the names of the classes {range_of_labels}, one per line"
+        " in this order or with the numbers; correct or remove this file"
+    )

@@ -117,7 +117,7 @@ def cub_200() -> Published:
     files |= {f"{root}/{name}.txt": text(rows) for name, rows in tables.items()}
     printed = (
         f"list of labels: {root}/images.txt (15 of 15 images); class names:"
-        f" {root}/classes.txt; the numbers 1 to 3 become the labels 0 to 2"
+        f" {root}/classes.txt; 1 to 3 become the labels from 0 on"
     )
     return Published(files, names, {"train": 9, "val": 6}, printed)
 
@@ -185,8 +185,7 @@ def pets() -> Published:
     files |= {f"annotations/{split}.txt": text(rows) for split, rows in lists.items()}
     printed = (
         "lists of labels: annotations/trainval.txt (12 of 19 images), annotations/test.txt (6 of 19"
-        " images); class names: the names of the images; the numbers 1 to 3 become the labels 0 to"
-        " 2"
+        " images); class names: the names of the images; 1 to 3 become the labels from 0 on"
     )
     return Published(files, names, {"train": 12, "val": 6}, printed)
 
