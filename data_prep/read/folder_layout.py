@@ -96,7 +96,7 @@ def _check_apart(root: Tree, train: Tree, lists: Sequence[LabelList]) -> None:
     """Raise PrepError if lists of other splits name images in the folder of train."""
     folder = str(train)[len(str(root)) + 1 :]
     for each in lists:
-        if is_inside(each.base, folder) or is_inside(folder, each.base):
+        if is_inside(f"{each.base}/", folder) or is_inside(f"{folder}/", each.base):
             raise PrepError(
                 f"{root}: {each.path} names images of {each.split} in"
                 f" {each.base or 'SOURCE itself'}, but no list names those of train, whose folder"

@@ -290,7 +290,7 @@ ARCHIVES = {
     "classes in val that train has not": imagefolder(
         filled("train/cat", "train/dog", "val/cat", "val/ant")
     ),
-    "a `metadata.csv` with rows without label, with two labels, or of a missing file": imagefolder(
+    "a `metadata.csv` or a list with rows without label, with two labels, or of a missing file": imagefolder(
         lambda: (
             filled("cat")()
             | {
@@ -309,8 +309,25 @@ ARCHIVES = {
     "`--layout splits` without a folder train": imagefolder(
         filled("cat", "dog"), flags=("--layout", "splits")
     ),
-    "an archive with a table of classes": imagefolder(
-        lambda: {"in": zip_of({"photos/metadata.csv": b"file_name,label\n1.jpg,cat\n"})}
+    "a list with a number that the file of classes does not name": imagefolder(
+        lambda: (
+            {"in/train.txt": b"1.jpg 0\n2.jpg 2\n", "in/classes.txt": b"cat\ndog\n"}
+            | {f"in/{n}.jpg": image_bytes(n) for n in (1, 2)}
+        )
+    ),
+    "two lists of the same split": imagefolder(
+        lambda: (
+            {f"in/train_{name}.txt": b"1.jpg cat\n2.jpg dog\n" for name in ("fine", "coarse")}
+            | {f"in/{n}.jpg": image_bytes(n) for n in (1, 2)}
+        )
+    ),
+    "a list of val that names images of train": imagefolder(
+        lambda: filled("train/cat", "train/dog")() | {"in/val.txt": b"cat/1.jpg cat\n"}
+    ),
+    "shards in place of class tars": imagefolder(
+        lambda: {
+            f"in/{n}.tar": tar_of([("1.jpg", image_bytes(1)), ("1.cls", b"0")]) for n in (0, 1)
+        }
     ),
     "an archive without images in folders": imagefolder(lambda: {"in": zip_of({"1.txt": b"x"})}),
     "`--sha256` without `--download`": imagefolder(
@@ -606,7 +623,7 @@ OF_FOLDERS = {
     ),
     "a table with a path that leads out": imagefolder(
         lambda: {"in/1.jpg": b"", "in/metadata.csv": b"file_name,label\n1.jpg,a\n../1.jpg,b\n"},
-        r"or name a file that is missing from the folder: ../1.jpg \(b\)",
+        r"name an image that is missing: ../1.jpg \(missing\)",
     ),
 }
 OF_ANIMALS = {
