@@ -82,6 +82,11 @@ KINDS = {
         files={"train.bin": ("train", 50_000), "test.bin": ("val", 10_000)},
     ),
 }
+PICKLES = frozenset(
+    {"cifar-10-batches-py", "cifar-10-python.tar.gz", "data_batch_1", "batches.meta"}
+    | {"cifar-100-python", "cifar-100-python.tar.gz", "meta"}
+)
+"""Names of files and folders of the Python version."""
 # ---- the files -----------------------------------------------------------------------------------
 
 
@@ -110,6 +115,14 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
             )
         if matches:
             return matches[0]
+    pickles = PICKLES.intersection([each.name for each in source.glob("*")]).union(
+        *(PICKLES & each for each in names.values())
+    )
+    if pickles:
+        raise PrepError(
+            f"{source}: {min(pickles)} is of CIFAR's Python version, which is not read, because its"
+            f" pickles can run code: expected the binary version, {expected}, or use --download"
+        )
     raise PrepError(f"{source}: found no CIFAR files; expected {expected}, or use --download")
 
 

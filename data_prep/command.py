@@ -186,9 +186,9 @@ IMAGES_FLAGS: Flags = {
         "choices": ("off", "auto"),
         "default": ImagePolicy().restart_markers,
         "help": (
-            "auto: losslessly add restart markers and better Huffman tables to every JPEG, which"
-            " makes files smaller and lets the loader decode part of an image (default:"
-            " %(default)s, bytes are unchanged)"
+            "auto: losslessly add restart markers and better Huffman tables to every JPEG, so that"
+            " the loader can decode part of an image; files become slightly smaller, or larger if"
+            " their tables were optimal already (default: %(default)s, bytes are unchanged)"
         ),
     },
     **MAX_UNREADABLE_FLAG,

@@ -10,8 +10,10 @@ command prints which splits and classes it found, and --layout overrides its cho
 validation folder, `test` becomes `val`. Without both, or with --val-fraction, a fraction of each
 class becomes `val`. Images may be in subfolders of their class. A label is the position of the
 class in the sorted names of train's classes. A key is the path below the split, without extension,
-in safe characters. A metadata.csv or metadata.jsonl in Hugging Face's form (file_name and a label
-in each row) replaces class folders. With --no-classes, images have no labels. All other files are
+in safe characters. Lists of labels replace class folders (data_prep/read/label_lists.py), such as
+Tiny-ImageNet's val_annotations.txt, Food-101's train.txt or Hugging Face's metadata.csv. If all
+labels in lists are numbers, they keep their order. A folder of tars, one for each class, is read
+like class folders. With --no-classes, images have no labels. All other files are
 counted and reported (data_prep/read/image_tree.py). The command fails if more images are in
 unsupported formats than --max-unreadable allows.
 
@@ -35,7 +37,7 @@ from typing import Any
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import PrepError, counted, require, share_to_allow, some
 from data_prep.read.archives import inflate_tar, is_compressed_tar
-from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
+from data_prep.read.class_tree import TableTree, Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import ARCHIVE_FLAGS, fetched
 from data_prep.read.folder_layout import LAYOUTS, Layout, read_layout
 from data_prep.read.image_tree import Ignored, unique_keys
@@ -65,7 +67,7 @@ def source(
 
     val_fraction: the fraction of each class to use as val, in [0, 1), by default 0.1. class_order:
     one of CLASS_ORDERS, required only if the class names are numbers whose order is unclear.
-    label_column: the metadata.csv column with the class names, needed if several columns are
+    label_column: the column with the classes in a list of labels, needed if several columns are
     possible. no_classes: use all images without labels. max_unreadable: the maximum fraction of
     images that may be in unsupported formats. out: the output folder. layout: one of LAYOUTS,
     required only if it is unclear whether folders are splits or classes.
@@ -142,8 +144,8 @@ def _fill(
                 " --no-classes"
             )
         raise PrepError(
-            f"{train}: found no images ({', '.join(EXTENSIONS)}) in its {len(names)}"
-            f" subfolders{also}; expected <class>/<image>"
+            f"{train}: found no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders"
+            f" ({'; '.join(ignored.summary()) or 'they are empty'}); expected <class>/<image>"
         )
     if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
         raise PrepError(
@@ -282,11 +284,14 @@ def _add_split(
     """Add the images of the given classes. fractions: maps splits to fractions of a class."""
     if "" not in labels:
         tree.count_stray(ignored)
+    is_table = isinstance(tree, TableTree)
     file: dict[Path, int] = {}
     for classes in _classes_with_common_keys(labels):
         paths_of = {name: list(tree.images(name, ignored)) for name in classes}
         paths = [
-            f"{name}/{path}".lstrip("/") for name, of_class in paths_of.items() for path in of_class
+            path if is_table and path.startswith(f"{name}/") else f"{name}/{path}".lstrip("/")
+            for name, of_class in paths_of.items()
+            for path in of_class
         ]
         keys = iter(unique_keys(paths))
         for name, of_class in paths_of.items():
@@ -338,7 +343,10 @@ main = source_command(
         **VAL_FRACTION_FLAG,
         "--layout": {
             "choices": LAYOUTS,
-            "help": "what the folders in SOURCE are, if it is unclear: splits, or classes",
+            "help": (
+                "what the folders in SOURCE are, if it is unclear: splits, or classes; lists of"
+                " labels are then ignored"
+            ),
         },
         "--class-order": {
             "choices": CLASS_ORDERS,
@@ -348,7 +356,7 @@ main = source_command(
         },
         "--label-column": {
             "metavar": "NAME",
-            "help": "class column of metadata.csv, if several are possible",
+            "help": "column of classes in metadata.csv or another list, if several are possible",
         },
         "--no-classes": {
             "action": "store_true",

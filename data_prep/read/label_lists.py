@@ -197,8 +197,12 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     splits = {SPLIT_WORDS.get(word) for word in re.findall("[a-z]+", name)} - {None}
     splits = splits or {split_of(os.path.basename(folder))}
     split = (splits.pop() or "") if len(splits) == 1 else ""  # train_test_split.txt
-    columns = range(max(map(len, rows), default=0))
-    places = sorted(place for c in columns for place in _places(root, found, path, split, rows, c))
+    columns: Sequence[int] = range(max(map(len, rows), default=0))
+    # The number of a class may be the name of an image as well.
+    paths = [c for c in columns if all(_IMAGE.match(_cell(row, c)) for row in rows[1:] or rows)]
+    places = sorted(
+        place for c in paths or columns for place in _places(root, found, path, split, rows, c)
+    )
     if not places:
         is_list = any(_IMAGE.match(cell) for row in rows for cell in row)
         return "names no image of the source" if is_list else ""
@@ -257,7 +261,7 @@ def _exists(root: Tree, path: str) -> bool:
 
 
 def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> Listed:
-    """Read lists of labels, and find their images. All rows are in memory (0.3 kB each).
+    """Read lists of labels, and find their images. All rows are in memory (0.25 kB each).
 
     texts: the paths of texts that may name the classes.
 

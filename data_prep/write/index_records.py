@@ -70,7 +70,8 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
         raise PrepError(
             f"{root}: the names {some(unclear)} contain no split: use --split train if all shards"
             " belong to that split (as in img2dataset's 00000.tar), rename the shards to"
-            " <split>-00000.tar, or move other files away"
+            " <split>-00000.tar, or move other files away. If each tar contains the images of one"
+            " class, use `python -m data_prep.imagefolder`"
         )
     splits: dict[str, list[str]] = {}
     for name, of_name in split_of_name.items():

@@ -112,7 +112,9 @@ def test_tars_with_only_images_are_indexed(tmp_path, capsys):
         for number in range(6):
             tar.write({"__key__": f"{number}", "webp": image_bytes(number, "WEBP")})
     assert index.main([str(tmp_path / "tars"), "--workers", "1"]) == 2
-    assert "if no sample has a label, try --label none" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "named after their classes, write shards with `python -m data_prep.imagefolder`" in error
+    assert "if no sample has a label, try --label none" in error
     assert index.main([str(tmp_path / "tars"), "--label", "none", "--workers", "1"]) == 0
     assert "indexed, 0 classes" in capsys.readouterr().out
     assert verify.main([str(tmp_path / "tars"), "--workers", "1"]) == 0

@@ -290,7 +290,7 @@ ARCHIVES = {
     "classes in val that train has not": imagefolder(
         filled("train/cat", "train/dog", "val/cat", "val/ant")
     ),
-    "a `metadata.csv` or a list with rows without label, with two labels, or of a missing file": imagefolder(
+    "a list with rows without label, with two labels, or of a missing file": imagefolder(
         lambda: (
             filled("cat")()
             | {

@@ -123,7 +123,7 @@ def cub_200() -> Published:
 
 
 def dtd() -> Published:
-    """robots.ox.ac.uk/~vgg/data/dtd: ten partitions, of which papers report the first or the mean"""
+    """robots.ox.ac.uk/~vgg/data/dtd: ten partitions, of which the first is used"""
     names = ["banded", "blotchy", "braided"]
     files: Files = {"dtd/imdb/imdb.mat": b"x"}
     joint = []
@@ -142,7 +142,7 @@ def dtd() -> Published:
 
 
 def places365() -> Published:
-    """csailvision/places365: names with a leading slash, classes in two levels, val in one folder"""
+    """csailvision/places365: names with a leading slash, classes in two levels"""
     names = ["a/airfield", "a/apartment_building/outdoor", "b/bus_station/indoor"]
     files: Files = {
         "categories_places365.txt": text([f"/{name} {n}" for n, name in enumerate(names)]),

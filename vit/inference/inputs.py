@@ -109,7 +109,8 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
                 if len(inputs.places) == before:
                     kind = "folder" if os.path.isdir(argument) else "tar"
                     suffixes = " ".join(EXTENSIONS)
-                    raise ValueError(f"{argument}: a {kind} without images ({suffixes})")
+                    others = f"; {inputs.summary()}" if inputs.skipped else ""
+                    raise ValueError(f"{argument}: a {kind} without images ({suffixes}){others}")
         except OSError as error:
             problems.append(f"{error.filename or argument}: cannot be read ({error.strerror})")
         except ValueError as error:

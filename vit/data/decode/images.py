@@ -41,7 +41,7 @@ from vit.system.tar_walk import TAR_BLOCK, describe_content
 
 Pixels = NDArray[np.uint8]
 """An array of pixels, (H, W, channels)."""
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "HEIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "HEIF", "DIB")
 """The formats that Pillow may try, under Pillow's names. JPEG includes MPO, a file with several
 JPEGs."""
 MAX_JPEG_SIDE = 65_500

@@ -190,7 +190,10 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
     named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
     labels = named & (valid | texts) or valid
     if len(images) == len(members) == 1 and names is FLAGS:
-        return f"; if no sample has a label, try {names.label}{NO_LABEL}"
+        return (
+            "; if folders or tars are named after their classes, write shards with `python -m"
+            f" data_prep.imagefolder`; if no sample has a label, try {names.label}{NO_LABEL}"
+        )
     if len(images) == len(labels) == 1:
         [image] = images
         [label] = labels
