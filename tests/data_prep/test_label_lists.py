@@ -1,18 +1,263 @@
-"""Test data sets whose labels are in lists: published ones are read without flags."""
+"""Test data sets whose labels are in lists.
 
+Small copies of published data sets have the folders and lists of their documentation. The color of
+each image encodes its class, so the right label is known from the content.
+"""
+
+import io
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from fake_imagenet import tar_of
+from PIL import Image
 from prep_place import new_catalogue
 from prep_sources import Files, edit, without, write, zip_of
-from published_layouts import LAYOUTS, class_of, food_101, pets, picture, text, tiny_imagenet
 
 from data_prep.errors import PrepError
 from data_prep.imagefolder import source
+
+# ---- published data sets -------------------------------------------------------------------------
+
+STEP = 40
+"""The difference of the red values of neighboring classes."""
+
+
+class Published(NamedTuple):
+    """A data set as it is published."""
+
+    files: Files
+    class_names: list[str]
+    """The classes in label order. The images of class n have the red value n * STEP."""
+    splits: dict[str, int]
+    """The number of images that each split must have."""
+    printed: str
+    """The line that the command must print about the lists, or ""."""
+
+
+def picture(label: int, number: int = 0, format: str = "JPEG") -> bytes:
+    encoded = io.BytesIO()
+    color = (STEP * label, 3 * number % 256, 90)
+    Image.new("RGB", (20 + number % 7, 16), color).save(encoded, format)
+    return encoded.getvalue()
+
+
+def class_of(image: bytes) -> int:
+    """Return the class that the color of an image encodes."""
+    red = Image.open(io.BytesIO(image)).convert("RGB").getpixel((8, 8))[0]  # type: ignore[index]
+    return round(red / STEP)
+
+
+def text(lines: list[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def tiny_imagenet() -> Published:
+    """cs231n.stanford.edu/tiny-imagenet-200.zip"""
+    names = ["n01443537", "n01629819", "n02124075"]
+    root = "tiny-imagenet-200"
+    files: Files = {
+        f"{root}/wnids.txt": text(names[::-1]),
+        f"{root}/words.txt": text(["n00001740\tentity", "n01443537\tgoldfish, Carassius auratus"]),
+    }
+    for label, name in enumerate(names):
+        of_class = [f"{name}_{n}.JPEG" for n in range(5)]
+        images = {f"{root}/train/{name}/images/{file}": file for file in of_class}
+        files |= {path: picture(label, n) for n, path in enumerate(images)}
+        boxes = text([f"{file}\t0\t10\t63\t58" for file in of_class])
+        files[f"{root}/train/{name}/{name}_boxes.txt"] = boxes
+    for n in range(6):
+        files[f"{root}/val/images/val_{n}.JPEG"] = picture(2 * n % 3, 50 + n)
+        files[f"{root}/test/images/test_{n}.JPEG"] = picture(0, 70 + n)
+    rows = [f"val_{n}.JPEG\t{names[2 * n % 3]}\t0\t32\t44\t62" for n in range(6)]
+    files[f"{root}/val/val_annotations.txt"] = text(rows)
+    lists = f"list of labels: {root}/val/val_annotations.txt (6 of 6 images)"
+    return Published(files, names, {"train": 15, "val": 6}, lists)
+
+
+def food_101() -> Published:
+    """data.vision.ee.ethz.ch/cvl/datasets_extra/food-101: names without suffixes"""
+    names = ["apple_pie", "baklava", "beignets"]
+    files: Files = {
+        "food-101/meta/classes.txt": text(names),
+        "food-101/meta/labels.txt": text(["Apple pie", "Baklava", "Beignets"]),
+        "food-101/meta/train.json": b"{}",
+        "food-101/README.txt": b"Food-101\n",
+    }
+    lists: dict[str, list[str]] = {"train": [], "test": []}
+    for label, name in enumerate(names):
+        for n in range(6):
+            files[f"food-101/images/{name}/{1000 * label + n}.jpg"] = picture(label, n)
+            lists["test" if n < 2 else "train"].append(f"{name}/{1000 * label + n}")
+    files |= {f"food-101/meta/{split}.txt": text(rows) for split, rows in lists.items()}
+    printed = (
+        "lists of labels: food-101/meta/train.txt (12 of 18 images), food-101/meta/test.txt (6 of"
+        " 18 images)"
+    )
+    return Published(files, names, {"train": 12, "val": 6}, printed)
+
+
+def cub_200() -> Published:
+    """README of CUB_200_2011: numbers of images join three files"""
+    names = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross"]
+    root = "CUB_200_2011"
+    tables: dict[str, list[str]] = {
+        "images": [],
+        "image_class_labels": [],
+        "train_test_split": [],
+        "bounding_boxes": [],
+        "attributes/image_attribute_labels": [],
+        "classes": [f"{n} {name}" for n, name in enumerate(names, 1)],
+        "attributes/class_attribute_labels_continuous": ["0.0 2.7 0.0"] * 3,
+    }
+    files: Files = {"attributes.txt": text(["1 has_bill_shape::curved"]), f"{root}/README": b"x"}
+    for n in range(15):
+        label = n // 5
+        name = f"{names[label]}/{names[label][4:]}_{n:04d}_{7 * n}.jpg"
+        files[f"{root}/images/{name}"] = picture(label, n)
+        tables["images"].append(f"{n + 1} {name}")
+        tables["image_class_labels"].append(f"{n + 1} {label + 1}")
+        tables["train_test_split"].append(f"{n + 1} {int(n % 5 > 1)}")
+        tables["bounding_boxes"].append(f"{n + 1} 60.0 27.0 325.0 304.0")
+        tables["attributes/image_attribute_labels"].append(f"{n + 1} 1 0 3 27.7080")
+    files |= {f"{root}/{name}.txt": text(rows) for name, rows in tables.items()}
+    printed = (
+        f"list of labels: {root}/images.txt (15 of 15 images); class names:"
+        f" {root}/classes.txt; 1 to 3 become the labels from 0 on"
+    )
+    return Published(files, names, {"train": 9, "val": 6}, printed)
+
+
+def dtd() -> Published:
+    """robots.ox.ac.uk/~vgg/data/dtd: ten partitions, of which the first is used"""
+    names = ["banded", "blotchy", "braided"]
+    files: Files = {"dtd/imdb/imdb.mat": b"x"}
+    joint = []
+    for label, name in enumerate(names):
+        for n in range(9):
+            files[f"dtd/images/{name}/{name}_{n:04d}.jpg"] = picture(label, n)
+            joint.append(f"{name}/{name}_{n:04d}.jpg {name} grooved ")
+    files["dtd/labels/labels_joint_anno.txt"] = text(joint)
+    for partition in (1, 2, 10):
+        for place, split in enumerate(("train", "val", "test")):
+            third = [(place + partition) % 3 * 3 + n for n in range(3)]
+            rows = [f"{name}/{name}_{n:04d}.jpg" for name in names for n in third]
+            files[f"dtd/labels/{split}{partition}.txt"] = text(rows)
+    each = ", ".join(f"dtd/labels/{s}1.txt (9 of 27 images)" for s in ("train", "val", "test"))
+    return Published(files, names, {"train": 9, "val": 9, "test": 9}, f"lists of labels: {each}")
+
+
+def places365() -> Published:
+    """csailvision/places365: names with a leading slash, classes in two levels"""
+    names = ["a/airfield", "a/apartment_building/outdoor", "b/bus_station/indoor"]
+    files: Files = {
+        "categories_places365.txt": text([f"/{name} {n}" for n, name in enumerate(names)]),
+        "places365_test.txt": text([f"Places365_test_{n:08d}.jpg" for n in range(2)]),
+    }
+    files |= {f"test_256/Places365_test_{n:08d}.jpg": picture(0, 80 + n) for n in range(2)}
+    train, val = [], []
+    for label, name in enumerate(names):
+        for n in range(5):
+            files[f"data_256/{name}/{n:08d}.jpg"] = picture(label, n)
+            train.append(f"/{name}/{n:08d}.jpg {label}")
+    for n in range(6):
+        files[f"val_256/Places365_val_{n:08d}.jpg"] = picture((n + 1) % 3, 40 + n)
+        val.append(f"Places365_val_{n:08d}.jpg {(n + 1) % 3}")
+    files |= {"places365_train_standard.txt": text(train), "places365_val.txt": text(val)}
+    printed = (
+        "lists of labels: places365_train_standard.txt (15 of 15 images), places365_val.txt (6 of"
+        " 6 images); class names: categories_places365.txt"
+    )
+    return Published(files, names, {"train": 15, "val": 6}, printed)
+
+
+def pets() -> Published:
+    """robots.ox.ac.uk/~vgg/data/pets: classes counted from 1, names only in the names of files"""
+    names = ["Abyssinian", "american_bulldog", "Bengal"]
+    files: Files = {"annotations/README": b"x", "images/Abyssinian_100.mat": b"x"}
+    lists: dict[str, list[str]] = {"trainval": [], "test": []}
+    for label, name in enumerate(names):
+        for n in range(6):
+            files[f"images/{name}_{n + 1}.jpg"] = picture(label, n)
+            files[f"annotations/trimaps/{name}_{n + 1}.png"] = picture(0, n, "PNG")
+            files[f"annotations/trimaps/._{name}_{n + 1}.png"] = b"x"
+            files[f"annotations/xmls/{name}_{n + 1}.xml"] = b"<xml/>"
+            lists["test" if n > 3 else "trainval"].append(
+                f"{name}_{n + 1} {label + 1} {1 + label % 2} {n + 1}"
+            )
+    files["images/Bengal_111.jpg"] = picture(2, 99)  # Neither list names some of the images.
+    head = ["#Image CLASS-ID SPECIES BREED ID", "#ID: 1:37 Class ids"]
+    files["annotations/list.txt"] = text([*head, *lists["trainval"], *lists["test"]])
+    files |= {f"annotations/{split}.txt": text(rows) for split, rows in lists.items()}
+    printed = (
+        "lists of labels: annotations/trainval.txt (12 of 19 images), annotations/test.txt (6 of 19"
+        " images); class names: the names of the images; 1 to 3 become the labels from 0 on"
+    )
+    return Published(files, names, {"train": 12, "val": 6}, printed)
+
+
+def mmpretrain() -> Published:
+    """docs/en/user_guides/dataset_prepare.md of MMPretrain: equal names in train and val"""
+    files: Files = {}
+    for split, count in (("train", 12), ("val", 6)):
+        rows = []
+        for n in range(count):
+            label = (n + len(split)) % 3
+            name = f"{n}.png" if n % 2 else f"folder_{n % 4}/{n} of 9.png"
+            files[f"data/{split}/{name}"] = picture(label, n, "PNG")
+            rows.append(f"{name} {label}")
+        files[f"data/meta/{split}.txt"] = text(rows)
+    printed = (
+        "lists of labels: data/meta/train.txt (12 of 12 images), data/meta/val.txt (6 of 6 images);"
+        " class names: the numbers"
+    )
+    return Published(files, ["0", "1", "2"], {"train": 12, "val": 6}, printed)
+
+
+def one_csv() -> Published:
+    """A table with a header, quotes, a column for the split, and other columns before the file's"""
+    names = ["ABBOTTS BABBLER", "CROW, BLACK"]
+    rows = ["class id,filepaths,labels,data set"]
+    files: Files = {}
+    for split in ("train", "valid", "test"):
+        for n in range(6 if split == "train" else 2):
+            path = f"birds/{n}_{split}.jpg"
+            files[path] = picture(n % 2, n + len(split))
+            rows.append(f'{n % 2},{path},"{names[n % 2]}",{split}')
+    files["labels.csv"] = text(rows)
+    printed = "list of labels: labels.csv (10 of 10 images)"
+    return Published(files, names, {"train": 6, "val": 2, "test": 2}, printed)
+
+
+def class_tars() -> Published:
+    """image-net.org: winter21_whole, a tar for each class"""
+    names = ["n01440764", "n01443537", "n01484850"]
+    files = {
+        f"winter21_whole/{name}.tar": tar_of(
+            (f"{name}_{n}.JPEG", picture(label, n)) for n in range(10)
+        )
+        for label, name in enumerate(names)
+    }
+    return Published(files, names, {"train": 27, "val": 3}, "")
+
+
+LAYOUTS: dict[str, Callable[[], Published]] = {
+    "Tiny-ImageNet-200": tiny_imagenet,
+    "Food-101": food_101,
+    "CUB-200-2011": cub_200,
+    "DTD": dtd,
+    "Places365": places365,
+    "Oxford-IIIT Pet": pets,
+    "MMPretrain": mmpretrain,
+    "a csv": one_csv,
+    "ImageNet-21k": class_tars,
+}
+
+
+# ---- reading them --------------------------------------------------------------------------------
 
 
 class Listed(NamedTuple):
