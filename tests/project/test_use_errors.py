@@ -42,6 +42,8 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "page.jpg").write_text("<!DOCTYPE html>")
     (tmp_path / "photo.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "1.cr2").write_bytes(b"x")
     (tmp_path / "names.txt").write_text("cat\ndog\n")
     with tarfile.open(tmp_path / "cut.tar", "w") as tar:
         tar.add(tmp_path / "photo.png", "a.png")
@@ -93,6 +95,7 @@ def with_other_classes(base: Path, place: Path) -> None:
 SCENARIOS = {
     "nothing of that name to predict": predict("/nowhere.jpg"),
     "a folder without images": predict("/empty"),
+    "a folder of photos in another format": predict("/raw"),
     "a tar that is cut off": predict("/cut.tar"),
     "several of these at once": predict("/nowhere.jpg", "/photo.png", "/empty"),
     "an empty list on stdin": predict("-"),

@@ -192,6 +192,14 @@ def test_palettes_with_transparency_are_read_without_warnings(capfd):
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n"
 
 
+def test_a_bitmap_without_a_file_header_is_read():
+    """The clipboard of Windows contains such images, which have the suffix .dib."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8))
+    data = io.BytesIO()
+    image.save(data, "DIB")
+    np.testing.assert_array_equal(decode(data.getvalue()), np.asarray(image))
+
+
 def test_no_file_starts_another_program(tmp_path, monkeypatch):
     """Pillow starts Ghostscript for any file that begins like PostScript, regardless of the file's
     name."""
