@@ -115,15 +115,13 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
             )
         if matches:
             return matches[0]
-    pickles = PICKLES.intersection([each.name for each in source.glob("*")]).union(
-        *(PICKLES & each for each in names.values())
+    in_folder = {each.name for each in source.glob("*")}
+    problem = "found no CIFAR files"
+    if pickles := sorted(PICKLES & in_folder.union(*names.values())):
+        problem = f"{pickles[0]} is of CIFAR's Python version, whose pickles can run code"
+    raise PrepError(
+        f"{source}: {problem}; expected the binary version, {expected}, or use --download"
     )
-    if pickles:
-        raise PrepError(
-            f"{source}: {min(pickles)} is of CIFAR's Python version, which is not read, because its"
-            f" pickles can run code: expected the binary version, {expected}, or use --download"
-        )
-    raise PrepError(f"{source}: found no CIFAR files; expected {expected}, or use --download")
 
 
 def _names(place: Path) -> set[str]:

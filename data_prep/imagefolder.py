@@ -285,7 +285,6 @@ def _add_split(
     if "" not in labels:
         tree.count_stray(ignored)
     is_table = isinstance(tree, TableTree)
-    file: dict[Path, int] = {}
     for classes in _classes_with_common_keys(labels):
         paths_of = {name: list(tree.images(name, ignored)) for name in classes}
         paths = [
@@ -297,10 +296,8 @@ def _add_split(
         for name, of_class in paths_of.items():
             path_of = dict(zip(islice(keys, len(of_class)), of_class, strict=True))
             shares = split_by_hash(list(path_of), fractions)
-            place = tree.file_of(name)
-            if place not in file:
-                file[place] = builder.file(place)
-            add_images(builder, file[place], labels[name], tree, name, path_of, shares)
+            file = builder.file(tree.file_of(name))
+            add_images(builder, file, labels[name], tree, name, path_of, shares)
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:

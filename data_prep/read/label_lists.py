@@ -67,9 +67,8 @@ class LabelList(NamedTuple):
         for row in islice(_rows(root, self.path), int(self.has_header), None):
             parts = _parts(_cell(row, self.file_column))
             split = SPLIT_WORDS.get(_cell(row, self.split_column).lower(), default)
-            label = _cell(row, self.label_column)
-            if self.label_column is None:
-                label = _class_folder(parts)
+            in_folder = self.label_column is None
+            label = _class_folder(parts) if in_folder else _cell(row, self.label_column)
             yield self.split_of_folder.get(parts[0], split), _joined(self.base, *parts), label
 
 
@@ -96,7 +95,7 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
         labels, is_train = (_by_number(root, each) for each in beside)
         yield ["file", "label", "split"]
         for number, file in _by_number(root, path).items():
-            split = "train" if is_train.get(number) == "1" else "test"
+            split = {"1": "train", "0": "test"}.get(is_train.get(number, ""), "")
             yield [file, labels.get(number, ""), split]
         return
     lines: Iterator[str] = filter(str.strip, root.lines(path))
@@ -162,32 +161,28 @@ def find_lists(
 
     texts: the paths below `root` of possible lists. Raises PrepError if several lists are possible.
     """
-    by_split = defaultdict[str, list[LabelList]](list)
-    notes = []
-    for path in texts:
-        each = _open_list(root, found, path, label_column)
-        if isinstance(each, LabelList):
-            by_split[each.split].append(each)
-        elif each:
-            notes.append(f"{path} {each}, and is not used")
-    if len(by_split) > 1:  # A list of all images is not needed beside lists of the splits.
-        by_split.pop("", None)
-    lists = []
-    for split in sorted(by_split, key=["", "train", "val", "test"].index):
-        # trainval.txt contains the images of both.
-        is_other = "trainval" if "val" in by_split and len(by_split[split]) > 1 else "\0"
-        of_split = [each for each in by_split[split] if is_other not in each.path]
-        first, *others = sorted(of_split, key=lambda each: (len(each.path), each.path))
+    opened = {path: _open_list(root, found, path, label_column) for path in texts}
+    found_lists = [each for each in opened.values() if isinstance(each, LabelList)]
+    splits = {each.split for each in found_lists}
+    lists: list[LabelList] = []
+    # Beside lists of the splits, a list of all images is not needed.
+    chosen = splits - {""} if "train" in splits else splits
+    for split in sorted(chosen, key=["", "train", "val", "test"].index):
+        of_split = [each for each in found_lists if each.split == split]
+        if "val" in splits and len(of_split) > 1:  # trainval.txt contains the images of both.
+            of_split = [each for each in of_split if "trainval" not in each.path]
         if len({re.sub(r"\d*\.\w+$", "", each.path) for each in of_split}) > 1:
             raise PrepError(
                 f"{root}: several lists contain labels of the same images:"
                 f" {some([each.path for each in of_split])}: move all but one away, or use --layout"
                 " to ignore the lists"
             )
-        if others:  # train1.txt, train2.txt, ... are partitions.
-            notes.append(f"{some([each.path for each in others])} are not used")
-        lists.append(first)
-    return lists, notes
+        # train1.txt, train2.txt, ... are partitions.
+        lists.append(min(of_split, key=lambda each: (len(each.path), each.path)))
+    reasons = {each.path: "repeats images of other lists" for each in found_lists}
+    reasons |= {path: each for path, each in opened.items() if isinstance(each, str) and each}
+    unused = reasons.keys() - {each.path for each in lists}
+    return lists, [f"{path} is not used: it {reasons[path]}" for path in sorted(unused)]
 
 
 def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
@@ -225,13 +220,12 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
             place = os.path.join(str(root), path)
             name = choose_column(place, "--label-column", label_column, usual or names, rows[0])
             label = rows[0].index(name)
-    outer = len(base.split("/")) if base else 0
-    below = [each[outer:][:1] for each in found.folders if is_inside("/".join(each), base)]
+    split = "" if split_column is not None else split
+    start = len(base.split("/")) if base else 0
+    below = [each[start:][:1] for each in found.folders if is_inside("/".join(each), base)]
     of_folders = splits_of_folders(chain(*below))
-    if split or split_column is not None or "train" not in of_folders.values():
-        of_folders = {}
-    tells_split = split or split_column is not None or of_folders
-    if label is None and not (in_folders and tells_split):
+    of_folders = of_folders if "train" in of_folders.values() and not split else {}
+    if label is None and not (in_folders and (split or split_column is not None or of_folders)):
         return "contains no labels"
     return LabelList(path, split, base, has_header, file, label, split_column, of_folders)
 
@@ -352,9 +346,9 @@ def _name_classes(
     for source, names in candidates:
         of_label = {label: names.get(int(label), "") for label in labels_in_order}
         if len({*of_label.values()} - {""}) == len(labels):
-            moved = f"; {range_of_labels} become the labels from 0 on"
             is_moved = numbers != [*range(len(numbers))]
-            return of_label, f"; class names: {source}{moved * is_moved}"
+            moved = f"; {range_of_labels} become the labels from 0 on" * is_moved
+            return of_label, f"; class names: {source}{moved}"
     raise PrepError(
         f"{root}: {some(files)}: expected the names of the classes {range_of_labels}, one per line"
         " in this order or with the numbers; correct or remove this file"

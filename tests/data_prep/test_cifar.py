@@ -36,7 +36,7 @@ def test_pickles_are_refused_unopened(tmp_path):
     )
     for source in ("a", "b", "c", "d", "renamed.tar", "half"):
         with pytest.raises(
-            PrepError, match="CIFAR's Python version, which is not read, because its pickles can"
+            PrepError, match="CIFAR's Python version, whose pickles can run code; expected the"
         ):
             cifar.source(tmp_path / source)
     assert not (tmp_path / "sprung").exists()

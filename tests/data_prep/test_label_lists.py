@@ -312,23 +312,30 @@ def test_a_published_layout_is_read_without_flags(name, packed, tmp_path, capsys
 
 
 def test_images_and_lists_that_are_not_used_are_counted(tmp_path):
-    notes = of(pets().files, tmp_path / "pets").notes
-    assert notes[0] == "the images in these folders are not used: annotations/trimaps (18)"
-    assert notes[1] == "images that no list names are not used: images (1)"
-    notes = of(tiny_imagenet().files, tmp_path / "tiny").notes
-    assert notes[0] == (
-        "the images in these folders are not used: tiny-imagenet-200/test/images (6)"
-    )
-    notes = of(LAYOUTS["Places365"]().files, tmp_path / "places").notes
-    assert notes == [
-        "the images in these folders are not used: test_256 (2)",
-        "places365_test.txt contains no labels, and is not used",
+    lists = [
+        f"dtd/labels/{name} is not used: it repeats images of other lists"
+        for name in sorted(
+            ["labels_joint_anno.txt"]
+            + [f"{split}{n}.txt" for split in ("train", "val", "test") for n in (2, 10)]
+        )
     ]
-    notes = of(LAYOUTS["DTD"]().files, tmp_path / "dtd").notes
-    assert [note for note in notes if "not used" in note] == [
-        f"dtd/labels/{split}2.txt, dtd/labels/{split}10.txt are not used"
-        for split in ("train", "val", "test")
-    ]
+    for name, expected in {
+        "Oxford-IIIT Pet": [
+            "the images in these folders are not used: annotations/trimaps (18)",
+            "images that no list names are not used: images (1)",
+            "annotations/list.txt is not used: it repeats images of other lists",
+        ],
+        "Tiny-ImageNet-200": [
+            "the images in these folders are not used: tiny-imagenet-200/test/images (6)"
+        ],
+        "Places365": [
+            "the images in these folders are not used: test_256 (2)",
+            "places365_test.txt is not used: it contains no labels",
+        ],
+        "DTD": lists,
+    }.items():
+        notes = of(LAYOUTS[name]().files, tmp_path / name).notes
+        assert [note for note in notes if "not used" in note] == expected
 
 
 FLAT = {f"{n}.jpg": picture(n % 2, n) for n in range(20)}
@@ -355,6 +362,22 @@ def test_a_wrong_row_is_an_error(row, message, tmp_path):
         of(FLAT | {"labels.txt": text([*ROWS, row])}, tmp_path)
 
 
+def test_a_list_without_a_split_beside_one_of_val_is_the_list_of_train(tmp_path):
+    found = of(FLAT | {"labels.txt": text(ROWS[:15]), "val.txt": text(ROWS[15:])}, tmp_path)
+    assert {split: len(samples) for split, samples in found.splits.items()} == {
+        "train": 15,
+        "val": 5,
+    }
+
+
+def test_a_column_that_tells_other_splits_than_the_name_of_the_list(tmp_path):
+    """The name of the list tells the split only if no column does."""
+    rows = ["file,label,split", *(f"{n}.jpg,ab,{'val' if n > 15 else 'train'}" for n in range(20))]
+    rows = [row.replace("ab", "ab"[n % 2]) for n, row in enumerate(rows)]
+    found = of(FLAT | {"train.csv": text(rows)}, tmp_path)
+    assert [len(samples) for samples in found.splits.values()] == [16, 4]
+
+
 def test_an_image_in_two_splits_is_an_error(tmp_path):
     with pytest.raises(PrepError, match=r"1 rows of train.txt, val.txt .*: 3.jpg \(val: dog\)"):
         of(FLAT | {"train.txt": text(ROWS), "val.txt": text(ROWS[3:4])}, tmp_path)
@@ -371,7 +394,7 @@ def test_a_list_of_other_images_is_reported_and_not_used(tmp_path):
     files = {f"{name}/{n}.jpg": picture(0, n) for name in ("cat", "dog") for n in range(6)}
     found = of(files | {"train.txt": b"fish/1.jpg 0\n"}, tmp_path)
     assert found.class_names == ["cat", "dog"]
-    assert "train.txt names no image of the source, and is not used" in found.notes
+    assert "train.txt is not used: it names no image of the source" in found.notes
 
 
 def test_layout_ignores_lists(tmp_path):
