@@ -38,7 +38,7 @@ class Layout(NamedTuple):
             split if path in ("", split) else f"{split} ({path}/)" for split, path in paths.items()
         ]
         held_out = f", val ({val_fraction:.3g} of train)" if val_fraction else ""
-        classes = self.trees["train"].folders()
+        classes = self.listed.class_names or self.trees["train"].folders()
         return (
             f"{root}: splits: {', '.join(splits)}{held_out};"
             f" {counted(len(classes), 'class', 'classes')}: {some(classes)}"

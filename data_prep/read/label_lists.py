@@ -179,10 +179,12 @@ def find_lists(
             )
         # train1.txt, train2.txt, ... are partitions.
         lists.append(min(of_split, key=lambda each: (len(each.path), each.path)))
-    reasons = {each.path: "repeats images of other lists" for each in found_lists}
+    reasons = {each.path: "repeat images of other lists" for each in found_lists}
     reasons |= {path: each for path, each in opened.items() if isinstance(each, str) and each}
-    unused = reasons.keys() - {each.path for each in lists}
-    return lists, [f"{path} is not used: it {reasons[path]}" for path in sorted(unused)]
+    unused = defaultdict[str, list[str]](list)
+    for path in sorted(reasons.keys() - {each.path for each in lists}):
+        unused[reasons[path]].append(path)
+    return lists, [f"lists that {why} are not used: {some(unused[why])}" for why in unused]
 
 
 def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
@@ -200,7 +202,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     )
     if not places:
         is_list = any(_IMAGE.match(cell) for row in rows for cell in row)
-        return "names no image of the source" if is_list else ""
+        return "name no image of the source" if is_list else ""
     *_, file, base = places[0]
     has_header = not (
         _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
@@ -226,7 +228,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     of_folders = splits_of_folders(chain(*below))
     of_folders = of_folders if "train" in of_folders.values() and not split else {}
     if label is None and not (in_folders and (split or split_column is not None or of_folders)):
-        return "contains no labels"
+        return "contain no labels"
     return LabelList(path, split, base, has_header, file, label, split_column, of_folders)
 
 
