@@ -326,8 +326,8 @@ def test_images_and_lists_that_are_not_used_are_counted(tmp_path):
             "lists that contain no labels are not used: places365_test.txt",
         ],
         "DTD": [
-            "lists that repeat images of other lists are not used: dtd/labels/labels_joint_anno.txt,"
-            " dtd/labels/test10.txt, dtd/labels/test2.txt, dtd/labels/train10.txt,"
+            "lists that repeat images of other lists are not used:"
+            " dtd/labels/labels_joint_anno.txt, dtd/labels/test10.txt, dtd/labels/test2.txt, dtd/labels/train10.txt,"
             " dtd/labels/train2.txt and 2 more"
         ],
     }.items():
