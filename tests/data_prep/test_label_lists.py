@@ -47,7 +47,7 @@ def picture(label: int, number: int = 0, format: str = "JPEG") -> bytes:
 
 def class_of(image: bytes) -> int:
     """Return the class that the color of an image encodes."""
-    red = Image.open(io.BytesIO(image)).convert("RGB").getpixel((8, 8))[0]  # type: ignore[index]
+    red = Image.open(io.BytesIO(image)).convert("RGB").getpixel((8, 8))[0]
     return round(red / STEP)
 
 
@@ -327,7 +327,8 @@ def test_images_and_lists_that_are_not_used_are_counted(tmp_path):
         ],
         "DTD": [
             "lists that repeat images of other lists are not used:"
-            " dtd/labels/labels_joint_anno.txt, dtd/labels/test10.txt, dtd/labels/test2.txt, dtd/labels/train10.txt,"
+            " dtd/labels/labels_joint_anno.txt, dtd/labels/test10.txt, dtd/labels/test2.txt,"
+            " dtd/labels/train10.txt,"
             " dtd/labels/train2.txt and 2 more"
         ],
     }.items():
