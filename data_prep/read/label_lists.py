@@ -202,7 +202,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     )
     if not places:
         is_list = any(_IMAGE.match(cell) for row in rows for cell in row)
-        return "name no image of the source" if is_list else ""
+        return "do not name the images in a folder" if is_list else ""
     *_, file, base = places[0]
     has_header = not (
         _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
@@ -242,7 +242,8 @@ def _places(
         outer = {each[: len(each) - len(inner)] for each in found.folders}
         bases = {"/".join(each) for each in outer if (*each, *inner) in found.folders and name}
         hits.update(base for base in bases if _exists(root, _joined(base, *inner, name)))
-    for base, number in hits.items():
+    # Without folders, the paths of a list of several class folders fit each of them a little.
+    for base, number in ((base, n) for base, n in hits.items() if 3 * n >= len(rows)):
         is_other_split = split not in map(split_of, base.split("/"))
         is_elsewhere = base != os.path.dirname(path)
         yield is_other_split, is_elsewhere, -number, base.count("/"), column, base

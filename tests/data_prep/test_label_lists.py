@@ -392,7 +392,17 @@ def test_a_list_of_other_images_is_reported_and_not_used(tmp_path):
     files = {f"{name}/{n}.jpg": picture(0, n) for name in ("cat", "dog") for n in range(6)}
     found = of(files | {"train.txt": b"fish/1.jpg 0\n"}, tmp_path)
     assert found.class_names == ["cat", "dog"]
-    assert "lists that name no image of the source are not used: train.txt" in found.notes
+    assert "lists that do not name the images in a folder are not used: train.txt" in found.notes
+
+
+def test_a_list_without_the_class_folders_of_its_images_is_not_used(tmp_path):
+    """No folder contains all of its images, so the class folders count."""
+    names = ["ant", "bee", "cat", "dog"]
+    files = {f"train/{names[n % 4]}/{n}.jpg": picture(n % 4, n) for n in range(40)}
+    rows = ["file,target", *(f"{n}.jpg,{n % 4}" for n in range(40))]
+    found = of(files | {"train.csv": text(rows)}, tmp_path)
+    assert found.class_names == names
+    assert "lists that do not name the images in a folder are not used: train.csv" in found.notes
 
 
 def test_layout_ignores_lists(tmp_path):
