@@ -56,6 +56,7 @@ from vit.run_folder import LATEST_FILE, newest_run
 from vit.system.by_name import load
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.training.initial_weights import read_once
+from vit.weights.class_names import check_head
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
@@ -118,7 +119,7 @@ def main() -> World:
                 probes=args.probes,
             )
         )
-        if world.is_main and subject.published is not None:
+        if world.is_main and subject.published is not None and results[-1].sets:
             _print_published(subject, config, results[-1], args.select_classes, out)
     if world.is_main:
         as_json = results[0].as_json
@@ -176,6 +177,8 @@ def _read(
             return loaded
         try:
             loaded, published = with_published_config(loaded, args.model, root, split)
+            if args.finetune:
+                check_head(loaded)
         except ValueError as error:
             if not args.finetune:
                 raise

@@ -37,6 +37,7 @@ from vit.system.drawing import picture_format
 from vit.system.files import check_place
 from vit.system.meter import Meter
 from vit.system.redact import escape_unprinted
+from vit.weights.class_names import check_head
 
 TABLE_IMAGES = 20
 """The maximum number of images to list in the table. If there are more, count images by class."""
@@ -53,6 +54,7 @@ def main() -> World:
     names = read_names(args.classes) if args.classes else ()
     settings = {key: value for key, value in model_settings(args).items() if value is not None}
     trained = load(path, name=args.model, device=world.device, settings=settings, class_names=names)
+    check_head(trained.weights)
     if args.attention:
         by_name.load("vit.extras.report.attention:check_rollout", "--attention")(trained.model)
     inputs = find_inputs(args.images, sys.stdin.buffer if FROM_STDIN in args.images else None)

@@ -63,7 +63,8 @@ def create_model(
         name: `vit_{size}{patch}` (sizes: `PRESETS`), such as vit_b16; or `timm/<name>`, which is
             created without pretrained weights; or a `ModelConfig`.
         image_size: height and width in pixels, or one number for both; 224 by default.
-        num_classes: number of outputs of the head; 1,000 by default.
+        num_classes: number of outputs of the head; 1,000 by default. Without a head (0), the model
+            returns the features that the head would receive, as in timm.
         fields: further arguments of `VisionTransformer`, or of timm's constructor for
             `timm/<name>`, which override the defaults of the model.
 
@@ -348,8 +349,11 @@ class VisionTransformer(nn.Module):
         if representation_size is not None:
             dense = nn.Linear(dim, representation_size)
             self.pre_logits = nn.Sequential(OrderedDict(fc=dense, act=nn.Tanh()))
-        self.head = nn.Linear(representation_size or dim, self.num_classes)
-        self.head_dist = None if self.dist_token is None else nn.Linear(dim, self.num_classes)
+        head = (
+            partial(nn.Linear, out_features=self.num_classes) if self.num_classes else nn.Identity
+        )
+        self.head = head(representation_size or dim)
+        self.head_dist = None if self.dist_token is None else head(dim)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits, (B, num_classes), from images, (B, C, H, W) float."""
@@ -448,7 +452,7 @@ class VisionTransformer(nn.Module):
         for token in (self.reg_token, self.dist_token):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
-        heads = [head for head in (self.head, self.head_dist) if head is not None]
+        heads = [head for head in (self.head, self.head_dist) if isinstance(head, nn.Linear)]
         for head in heads:
             nn.init.zeros_(head.weight)
             nn.init.constant_(head.bias, self.init_head_bias)

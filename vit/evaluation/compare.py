@@ -37,7 +37,7 @@ from vit.training.metrics import (
     paired_difference,
 )
 from vit.training.run_data import choose_settings
-from vit.weights.class_names import class_mismatch, namings_of, select_classes
+from vit.weights.class_names import check_head, class_mismatch, namings_of, select_classes
 from vit.weights.files import LoadedWeights, load_weights
 
 
@@ -65,14 +65,17 @@ RunProbes = Callable[[nn.Module, Config, Split, Augment, World], Sequence[ProbeR
 class Result(NamedTuple):
     """The evaluation of one weights file, equal on all ranks."""
 
-    evaluation: Evaluation
-    """The result on `data.val_split`."""
     as_json: dict[str, Any]
     """The object that `launch/eval.py --json` prints."""
     sets: dict[str, tuple[EvalSet, Evaluation]]
-    """All sets and their results, keyed by name, `data.val_split` first."""
+    """All sets and their results, keyed by name, `data.val_split` first; {} without a head."""
     probed: tuple[ProbeResult, ...] = ()
     """The results of k-NN and linear probe on `data.val_split`."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The result on `data.val_split`."""
+        return self.sets[VAL][1]
 
 
 def evaluate_weights(
@@ -87,8 +90,9 @@ def evaluate_weights(
 
     The image size of `config` may differ from the weights' image size; position embeddings are then
     resampled. selected: use only the logits of the data's classes, matched by name. probes: the
-    feature probes to run. Raises ValueError if the data have more classes than the weights, or
-    classes that cannot be matched. Raises the errors of `open_sets` and `probes`.
+    feature probes to run; without a head, nothing else is evaluated. Raises ValueError if the data
+    have more classes than the weights, or classes that cannot be matched. Raises the errors of
+    `open_sets` and `probes`.
     """
     config = choose_settings(config, world)
     split = open_split(config, config.data.val_split, world)
@@ -97,8 +101,10 @@ def evaluate_weights(
     with world.fail_together():
         if selected:
             loaded = select_classes(loaded, split.class_names)
+        if probes is None:
+            check_head(loaded)
         assert loaded.num_classes is not None, "weights with a config have it"
-        if split.num_classes > loaded.num_classes:
+        if 0 < loaded.num_classes < split.num_classes:
             raise ValueError(
                 f"{split.root}: has {split.num_classes} classes, but {loaded.path} has"
                 f" {loaded.num_classes}: use data with the same classes"
@@ -106,7 +112,7 @@ def evaluate_weights(
         classes = ModelClasses(loaded.num_classes, {})
         if config.eval.sets:
             classes = ModelClasses(loaded.num_classes, namings_of(loaded, loaded.num_classes))
-    groups = open_sets(config, split, classes, world)
+    groups = open_sets(config, split, classes, world) if loaded.num_classes else []
     with world.fail_together():
         model = create_model(config.model, num_classes=loaded.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
@@ -126,13 +132,16 @@ def evaluate_weights(
         augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
         probed = probes(model, config, split, augment, world)
 
-    result = by_set[VAL][1]
-    as_json = _as_json(result.accuracy)
-    if probed:
-        as_json["probes"] = {each.name: each.to_dict() for each in probed}
     if loaded.notes or loaded.class_names is None:  # weights of another program
         notes = loaded.report(notes)
-    lines = [*notes, str(result.accuracy), _calibration(result.accuracy)]
+    lines = [*notes]
+    as_json: dict[str, Any] = {"num_images": split.num_samples}
+    if by_set:
+        accuracy = by_set[VAL][1].accuracy
+        as_json |= _as_json(accuracy)
+        lines += [str(accuracy), _calibration(accuracy)]
+    if probed:
+        as_json["probes"] = {each.name: each.to_dict() for each in probed}
     # Labels are compared by number, so accuracy on different classes would look valid.
     if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
         as_json["note"] = mismatch
@@ -153,7 +162,7 @@ def evaluate_weights(
         if mismatch:
             print(f"note: {mismatch}", file=out)
         print("\n  ".join(lines), file=out)
-    return Result(result, as_json, by_set, tuple(probed))
+    return Result(as_json, by_set, tuple(probed))
 
 
 def _evaluate_all(
@@ -190,7 +199,7 @@ def _evaluate_all(
 
             results = evaluator.evaluate({"model": model}, on_batch)
         by_set |= {each.name: (each, results[each.name]["model"]) for each in sets}
-    return {name: by_set[name] for name in (VAL, *config.eval.sets)}
+    return {name: by_set[name] for name in (VAL, *config.eval.sets) if name in by_set}
 
 
 def _check_finite(
@@ -230,17 +239,19 @@ def _rights(result: Result) -> dict[str, Tensor]:
 def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
     """Print a table of all results by set, and return the object for `--json`.
 
-    names: the name of each weights file. All results must have the same sets.
+    names: the name of each weights file. The sets and probes of all results are compared.
     """
     first, *later = map(_rights, results)
     differences = [
-        {name: paired_difference(first[name], right) for name, right in rights.items()}
+        {name: paired_difference(first[name], rights[name]) for name in first if name in rights}
         for rights in later
     ]
     rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
     numbers = [_numbers(result) for result in results]
-    has_top5 = results[0].sets[VAL][1].accuracy.num_classes >= TOP5_CLASSES
-    for name in numbers[0]:
+    has_top5 = any(
+        each.accuracy.num_classes >= TOP5_CLASSES for _, each in results[0].sets.values()
+    )
+    for name in (name for name in numbers[0] if all(name in by_name for by_name in numbers)):
         for number, (path, by_name) in enumerate(zip(names, numbers, strict=True)):
             values = by_name[name]
             rows.append(

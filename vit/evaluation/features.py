@@ -29,20 +29,29 @@ PIECE = 2**25
 """The number of values (64 MiB) that the ranks sum in one call."""
 
 
-def head_of(model: Any, wanted_by: str) -> nn.Linear:
-    """Return the linear layer that computes the logits of a model, including timm models.
+def head_of(model: Any, wanted_by: str) -> nn.Module:
+    """Return the layer that computes the logits of a model, including timm models.
 
-    wanted_by: the flag that needs the layer. Raises ValueError if the layer is not linear.
+    wanted_by: the flag that needs the layer. Raises ValueError if the layer is neither linear nor,
+    in a model without a head, an identity.
     """
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) and hasattr(model, "get_classifier"):
         head = model.get_classifier()
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, (nn.Linear, nn.Identity)):
         raise ValueError(
             f"{wanted_by} needs a model with a linear head, but {type(model).__name__} ends in"
             f" {type(head).__name__}: omit {wanted_by}"
         )
     return head
+
+
+def num_features_of(model: Any, wanted_by: str) -> int:
+    """Return the number of inputs of the model's head. Raises the errors of `head_of`."""
+    head = head_of(model, wanted_by)
+    if isinstance(head, nn.Linear):
+        return head.in_features
+    return getattr(model, "head_hidden_size", None) or model.embed_dim  # timm's, or ours
 
 
 @torch.no_grad()
@@ -60,13 +69,12 @@ def extract_features(
 
     Images are processed as in evaluation, in batches of `eval.batch_size`. `on_images` receives the
     number of finished images. The rows are equal for any number of ranks. Raises ShardError if an
-    image cannot be decoded. Raises ValueError for a model without a linear head, or if features are
-    not finite in fp16.
+    image cannot be decoded. Raises ValueError if the head is not linear, or if features are not
+    finite in fp16.
     """
     head = head_of(model, wanted_by)
-    features = torch.zeros(
-        split.num_samples, head.in_features, dtype=torch.float16, device=world.device
-    )
+    width = num_features_of(model, wanted_by)
+    features = torch.zeros(split.num_samples, width, dtype=torch.float16, device=world.device)
     batches = EvalBatches(
         split,
         ImageFormat.from_config(config.model, config.data),

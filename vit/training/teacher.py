@@ -34,7 +34,7 @@ from vit.training.metrics import margins
 from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.objective import Forward, Objective
 from vit.training.run_data import Notes, RunData
-from vit.weights.class_names import namings_of, select_classes
+from vit.weights.class_names import check_head, namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 from vit.weights.published import identify, to_config, with_published_config
 
@@ -302,6 +302,7 @@ def _read(distill: DistillConfig) -> LoadedWeights:
         loaded = read_weights(path)
         if loaded.config is None:
             loaded, _ = with_published_config(loaded, name, data_root=".")
+            check_head(loaded)
         elif name is not None:
             raise ValueError("its run stores the model: set distill.teacher_model=null")
     except ValueError as error:

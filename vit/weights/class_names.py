@@ -112,6 +112,16 @@ _HEADS = ("head", "fc", "head.fc", "classifier")
 """The names of the classifier layer in this project's models and in timm's."""
 
 
+def check_head(loaded: LoadedWeights) -> None:
+    """Raise WeightsError if `loaded` has no head, and thus only features."""
+    if loaded.num_classes == 0:
+        raise WeightsError(
+            f"{loaded.path} has no head, so it cannot classify: fine-tune it first"
+            " (init.checkpoint, init.reset_head), evaluate its features (launch/eval.py --knn or"
+            " --linear-probe), or pass --model NAME if it is another model"
+        )
+
+
 def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights:
     """Return `loaded` with its head reduced to the classes `names`, in this order.
 

@@ -324,7 +324,7 @@ def to_config(
     height, width = model.image_size
     size = height if height == width else [height, width]
     values = {
-        "model": {**model.model, "image_size": size, "num_classes": num_classes},
+        "model": {**model.model, "image_size": size, "num_classes": num_classes or None},
         "data": {
             "root": data_root,
             "val_split": val_split,
@@ -348,10 +348,11 @@ def with_published_config(
 ) -> tuple[LoadedWeights, KnownModel]:
     """Add a run's config to another program's weights. Return the weights and their model.
 
-    The head has one row per class. A published accuracy applies only with 1,000 classes.
+    The head has one row per class; without a head, `num_classes` is 0 (see `check_head`). A
+    published accuracy applies only with 1,000 classes.
 
     Raises:
-        ValueError: the model is not identified, `data_root` is None, or the weights have no head.
+        ValueError: the model is not identified, or `data_root` is None.
     """
     family = family_of(loaded.weights)
     try:
@@ -368,13 +369,7 @@ def with_published_config(
     head = loaded.weights.get(f"{model.head}.weight")
     if head is None and family and not model.model["name"].startswith("timm/"):
         raise ValueError(_unsupported_family(loaded.path, family))
-    if head is None:
-        raise ValueError(
-            f"{loaded.path} has no {model.head}.weight, so {model.name} cannot classify: fine-tune"
-            " it first (init.checkpoint, init.reset_head), or pass --model NAME if it is another"
-            " model"
-        )
-    num_classes = head.shape[0]
+    num_classes = 0 if head is None else head.shape[0]
     if model.not_softmax or num_classes == 1:
         reason = model.not_softmax or "its head has one output, whose softmax is always 100 %"
         raise ValueError(
@@ -390,9 +385,8 @@ def with_published_config(
         # The file is in a cache folder, so use the repository's name.
         model = replace(model, name=loaded.source["repository"])
     if num_classes != 1000 and model.top1 is not None:
-        model = replace(
-            model, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes"
-        )
+        source = f"{NO_NUMBER} for {num_classes} classes" if num_classes else NO_NUMBER
+        model = replace(model, top1=None, top5=None, source=source)
     names = class_names_in(loaded.path.with_name("config.json"), num_classes)
     evaluated = replace(
         loaded,

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from processes import TINY, run, run_here, write_config
+from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
@@ -20,6 +22,7 @@ from vit.distributed.process_group import World
 from vit.evaluation.features import extract_features
 from vit.extras.probes import knn, linear_probe
 from vit.inference.predictor import load
+from vit.system.files import WeightsError
 
 WORLD = World(0, 1, torch.device("cpu"))
 WORDS = ["--knn", "--k", "3,20", "--linear-probe", "--l2", "0.01", "--device", "cpu", "--json"]
@@ -188,3 +191,75 @@ def test_reports_data_without_a_training_split(base, shards, tmp_path):
     (alone / "_info.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match="no split 'train', only val"):
         run_here("launch/eval.py", base, "--linear-probe", "--device", "cpu", "--data", alone)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory):
+    """Return a folder with a backbone without a head, and timm's model of the same folder."""
+    folder = tmp_path_factory.mktemp("backbone")
+    arguments = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **arguments)
+    saved = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 0,
+        "model_args": arguments,
+        "pretrained_cfg": {"input_size": [3, 32, 32], "num_classes": 0, "crop_pct": 1.0},
+    }
+    save_file(model.state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(saved))
+    return folder, timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+
+
+def test_features_of_a_backbone_without_a_head_equal_timms(backbone, shards):
+    folder, theirs_ = backbone
+    trained = load(folder)
+    inputs = torch.rand(5, 3, 32, 32)
+    expected = theirs_(inputs).detach()
+    assert torch.equal(trained(inputs), expected)
+    assert torch.equal(trained.model.forward_features(inputs), theirs_.forward_features(inputs))
+    split = open_split(shards, "val")
+    features = extract_features(
+        trained.model, split, trained.config, trained.preprocess.augment, WORLD, wanted_by="--knn"
+    )
+    images = trained.preprocess(*(split.read(sample) for sample in range(split.num_samples)))
+    assert torch.allclose(features.float(), theirs_(images).detach(), rtol=2**-11, atol=1e-6)
+    with pytest.raises(WeightsError, match=r"has no head, so it cannot classify: fine-tune it"):
+        trained.classify(split.read(0))
+
+
+def test_a_backbone_without_a_head_is_evaluated_by_probes_alone(backbone, shards, capfd):
+    folder, theirs_ = backbone
+    trained = load(folder)
+    sets = [open_split(shards, name) for name in ("train", "val")]
+    train, val = (
+        theirs_(trained.preprocess(*(split.read(n) for n in range(split.num_samples)))).detach()
+        for split in sets
+    )
+    labels = [torch.from_numpy(split.index["label"].astype(np.int64)) for split in sets]
+    train, val = train.half(), val.half()
+    [voted] = knn.classify(train, labels[0], val, labels[1], (20,), 3, WORLD)
+    capfd.readouterr()
+    run_here("launch/eval.py", folder, "--data", shards, *WORDS)
+    printed = capfd.readouterr()
+    results = json.loads(printed.out)
+    assert "top1" not in results
+    assert list(results["probes"]) == ["knn 3", "knn 20", "linear probe"]
+    right = int((voted.predictions == labels[1]).sum())
+    assert results["probes"]["knn 20"]["correct_top1"] == right
+    assert "20-NN over 60 images" in printed.err
+    for command in (
+        ["launch/eval.py", folder, "--data", shards],
+        ["launch/predict.py", "--checkpoint", folder, shards],
+        ["launch/export.py", folder, "--to", "onnx"],
+    ):
+        with pytest.raises(ValueError, match=r"--knn or --linear-probe"):
+            run_here(*command)
+
+
+def test_a_backbone_is_compared_with_a_run_by_their_probes(backbone, base, shards, capfd):
+    capfd.readouterr()
+    run_here("launch/eval.py", base, backbone[0], *WORDS)
+    [difference] = json.loads(capfd.readouterr().out)["difference"]
+    assert list(difference) == ["knn 3", "knn 20", "linear probe"]
+    run_here("launch/eval.py", backbone[0], base, "--data", shards, *WORDS)
+    assert list(json.loads(capfd.readouterr().out)["difference"][0]) == list(difference)

@@ -32,6 +32,7 @@ from vit.system.files import (
     sha256_of,
     write_json,
 )
+from vit.weights.class_names import check_head
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.layouts import LAYOUTS, from_ours, to_ours
 from vit.weights.positions import readings
@@ -58,6 +59,7 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
     published = ""
     if loaded.config is None:
         loaded, published_model = with_published_config(loaded, model_name, data_root="unknown")
+        check_head(loaded)
         published = f"{published_model.name}, trained elsewhere: {published_model.source}"
         if published_model.top1 is not None:
             published = (

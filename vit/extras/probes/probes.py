@@ -21,7 +21,7 @@ from vit.data.augment.apply import Augment
 from vit.data.open_data import open_split
 from vit.data.shards.split import Split
 from vit.distributed.process_group import World
-from vit.evaluation.features import extract_features, head_of
+from vit.evaluation.features import extract_features, num_features_of
 from vit.extras.probes.knn import classify
 from vit.extras.probes.linear_probe import ROWS, fit_probe, logits_of
 from vit.system.meter import Meter
@@ -100,7 +100,7 @@ def run_probes(
     """
     flag = "--knn" if ks else "--linear-probe"
     with world.fail_together():
-        width = head_of(model, flag).in_features
+        width = num_features_of(model, flag)
     train_split = open_split(config, config.data.train_split, world)
     with world.fail_together():
         if ks and max(ks) > train_split.num_samples:
