@@ -42,9 +42,9 @@ from vit.run_folder import (
 from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.fields import TIMM_OPTIONS
-from vit.weights.formats import PARTS_FILES, read_content, readable
+from vit.weights.formats import PARTS_FILES, read_content, readable, renamed
 from vit.weights.hub import fetch, in_words, is_hub_name
-from vit.weights.layouts import family_of, layout_of, to_ours
+from vit.weights.layouts import family_of, find_prefix, layout_of, to_ours
 from vit.weights.positions import PREFIX_TOKENS, fit_positions
 from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import network_notes, object_in
@@ -330,8 +330,9 @@ def _read(path: Path) -> LoadedWeights:
     content = read_content(path)
     metadata = content.metadata
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
-        layout = layout_of(content.tensors)
-        weights, notes = to_ours(layout, content.tensors) if layout else (content.tensors, [])
+        tensors, notes = _without_prefix(content.tensors, path)
+        layout = layout_of(tensors)
+        weights, dropped = to_ours(layout, tensors) if layout else (tensors, [])
         settings = path.with_name("config.json")
         return LoadedWeights(
             path,
@@ -342,7 +343,7 @@ def _read(path: Path) -> LoadedWeights:
             options={
                 name: content.options[name] for name in TIMM_OPTIONS if content.options.get(name)
             },
-            notes=(*content.notes, *notes, *network_notes(settings)),
+            notes=(*content.notes, *notes, *dropped, *network_notes(settings)),
         )
     try:
         return _with_facts(
@@ -357,6 +358,27 @@ def _read(path: Path) -> LoadedWeights:
         raise WeightsError(
             f"{path}: the metadata of its model are damaged: copy it again"
         ) from None
+
+
+def _without_prefix(tensors: dict[str, Tensor], path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the weights of one network without the prefix of its names, and a note about it."""
+    try:
+        prefix, others = find_prefix(tensors)
+    except ValueError as error:
+        raise WeightsError(f"{path} {error}") from None
+    if not prefix:
+        return tensors, []
+    own = {
+        name: value
+        for name, value in tensors.items()
+        if name.startswith(prefix) or not name.startswith(tuple(others))
+    }
+    num_prefixed = sum(name.startswith(prefix) for name in own)
+    which = "all" if num_prefixed == len(own) else f"{num_prefixed} of {len(own)}"
+    note = f"the prefix {prefix} of {which} names is removed"
+    if others:
+        note = f"{prefix} is used, {few(others)} in the same file is ignored"
+    return renamed(own, lambda name: name.removeprefix(prefix), path), [note]
 
 
 def _stated_grid(

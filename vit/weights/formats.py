@@ -18,7 +18,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +103,12 @@ def read_content(path: str | os.PathLike[str]) -> Content:
         return _open_parts(path)
     opened, metadata = _open(path, head)
     notes: list[str] = []
-    tensors = _bare_names(_unpack(opened, path, notes), path)
+    tensors = renamed(_unpack(opened, path, notes), _without_wrappers, path)
+    num_averaged = tensors.pop("n_averaged", None)
+    if num_averaged is not None:
+        notes.append(
+            f"the average of {int(num_averaged):,} updates (torch.optim.swa_utils.AveragedModel)"
+        )
     args = opened.get("args")
     options = vars(args) if isinstance(args, argparse.Namespace) else args
     options = options if isinstance(options, dict) else {}
@@ -315,12 +320,15 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     return content
 
 
-def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Return `content` without wrapper prefixes in its names."""
-    weights = {
-        ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
-        for name, tensor in content.items()
-    }
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def renamed(
+    content: Mapping[str, Tensor], rename: Callable[[str], str], path: Path
+) -> dict[str, Tensor]:
+    """Return `content` with names without prefixes. Raises WeightsError if names become equal."""
+    weights = {rename(name): tensor for name, tensor in content.items()}
     if len(weights) < len(content):
         raise WeightsError(
             f"{path} contains duplicate weights after prefixes are removed: {len(content)} names"

@@ -13,6 +13,11 @@ the bits of each value do not change. A weight without a row cannot be exported 
     huggingface    huggingface/transformers:src/transformers/models/vit/modeling_vit.py
     npz            google-research/vision_transformer:vit_jax/models_vit.py; also reads
                    big_vision's names (google-research/big_vision:big_vision/models/vit.py)
+    mmpretrain     open-mmlab/mmpretrain:mmpretrain/models/backbones/vision_transformer.py
+    dinov2         facebookresearch/dinov2:dinov2/models/vision_transformer.py
+
+Programs that put a network into a class of their own prefix its names (`model.`, `net.backbone.`).
+`find_prefix` returns what precedes the name of the patch embedding.
 """
 
 from __future__ import annotations
@@ -200,9 +205,56 @@ def _npz() -> Layout:
     )
 
 
+def _mmpretrain() -> Layout:
+    block = "layers.{n}"
+    return Layout(
+        "mmpretrain",
+        "layers.",
+        {
+            **{name: Row((name,)) for name in ("cls_token", "dist_token", "pos_embed")},
+            "patch_embed.proj.{p}": Row(("patch_embed.projection.{p}",)),
+            "blocks.{n}.norm1.{p}": Row((f"{block}.ln1.{{p}}",)),
+            "blocks.{n}.attn.qkv.{p}": Row((f"{block}.attn.qkv.{{p}}",)),
+            "blocks.{n}.attn.proj.{p}": Row((f"{block}.attn.proj.{{p}}",)),
+            "blocks.{n}.ls1.gamma": Row((f"{block}.attn.gamma1.weight",)),
+            "blocks.{n}.norm2.{p}": Row((f"{block}.ln2.{{p}}",)),
+            "blocks.{n}.mlp.fc1.{p}": Row((f"{block}.ffn.layers.0.0.{{p}}",)),
+            "blocks.{n}.mlp.fc2.{p}": Row((f"{block}.ffn.layers.1.{{p}}",)),
+            "blocks.{n}.ls2.gamma": Row((f"{block}.ffn.gamma2.weight",)),
+            "norm.{p}": Row(("ln1.{p}",)),
+            "fc_norm.{p}": Row(("ln2.{p}",)),
+            "pre_logits.fc.{p}": Row(("head.layers.pre_logits.{p}",)),
+            "head.{p}": Row(("head.layers.head.{p}",)),
+            "head_dist.{p}": Row(("head.layers.head_dist.{p}",)),
+        },
+        sign=r"patch_embed\.projection\.weight",
+        dropped=("mask_token",),
+        other_names=(
+            (r"^head\.fc\.", "head.layers.head."),
+            (r"\.gamma2\.scale$", ".gamma2.weight"),
+        ),
+    )
+
+
 _MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token"))
 """The layout of MAE's pre-training weights: timm's names and a decoder."""
-LAYOUTS = {layout.name: layout for layout in (_torchvision(), _huggingface(), _npz(), _MAE)}
+_DINOV2 = Layout(
+    "dinov2",
+    "blocks.",
+    {},
+    sign="mask_token",
+    dropped=("mask_token",),
+    other_names=(
+        (r"^register_tokens$", "reg_token"),
+        (r"\.mlp\.w12\.", ".mlp.fc1."),
+        (r"\.mlp\.w3\.", ".mlp.fc2."),
+    ),
+)
+"""The layout of DINOv2's backbones: timm's names and a mask token."""
+LAYOUTS = {
+    layout.name: layout
+    for layout in (_torchvision(), _huggingface(), _npz(), _mmpretrain(), _MAE, _DINOV2)
+}
 
 
 FAMILIES = {
@@ -228,6 +280,24 @@ def layout_of(names: Iterable[str]) -> Layout | None:
     """Return the layout that uses `names`, or None if the names are timm's or unknown."""
     by_sign = {layout.sign: layout for layout in LAYOUTS.values()}
     return by_sign.get(_first_sign(by_sign, names))
+
+
+def find_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
+    """Return the prefix of the network in `names`, and the prefixes of its other networks.
+
+    A prefix is "" or ends with a dot. Among several networks, an average is preferred, as in timm.
+    Raises ValueError if no network, or several, is an average.
+    """
+    patches = "|".join((r"patch_embed\.proj\.weight", *(each.sign for each in LAYOUTS.values())))
+    found = (re.fullmatch(rf"(?P<prefix>(?:.+?\.)??)(?:{patches})", name) for name in names)
+    prefixes = sorted({match["prefix"] for match in found if match}) or [""]
+    averages = [prefix for prefix in prefixes if re.search(r"(^|[._])(ema|averaged?)[._]", prefix)]
+    chosen = [""] if "" in prefixes else averages if len(prefixes) > 1 else prefixes
+    if len(chosen) != 1:
+        raise ValueError(
+            f"contains {len(prefixes)} networks ({few(prefixes)}): save the names of one of them"
+        )
+    return chosen[0], [prefix for prefix in prefixes if prefix not in chosen]
 
 
 def _first_sign(signs: Iterable[str], names: Iterable[str]) -> str:

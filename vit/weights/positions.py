@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -52,8 +53,9 @@ def readings(
     """
     length = source["pos_embed"].shape[1]
     own = target["pos_embed"].shape[1] - math.prod(model_grid)
-    tokens = () if own else _prefix_tokens(source, target).values()
-    prefixes = (own, sum(token.shape[1] for token in tokens))
+    tokens = {} if own else _prefix_tokens(source, target)
+    # In DINOv2's own files, registers have no positions, but the class token has one.
+    prefixes = (own, *reversed(_last_positions(tokens).values()), 0)
     found = [
         Reading(grid, prefix)
         for prefix in prefixes
@@ -105,9 +107,9 @@ def fit_positions(
             f" {possible[0]}, but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
         )
     if num_prefix > own:
-        for name, token in tokens.items():
-            of_token, positions = positions.tensor_split([token.shape[1]], dim=1)
-            source[name] = token + of_token.to(token.dtype)
+        for name in (n for n, last in _last_positions(tokens).items() if last <= num_prefix):
+            of_token, positions = positions.tensor_split([tokens[name].shape[1]], dim=1)
+            source[name] = tokens[name] + of_token.to(tokens[name].dtype)
         notes.append(
             f"the model has no positions for the {_prefix(num_prefix)}: added the source's to the"
             " tokens"
@@ -133,6 +135,11 @@ def _prefix_tokens(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -
         for name in ("cls_token", "reg_token")
         if name in source and name in target and source[name].shape[::2] == (1, width)
     }
+
+
+def _last_positions(tokens: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of tokens up to and including each of `tokens`, (1, n, D) each."""
+    return dict(zip(tokens, accumulate(token.shape[1] for token in tokens.values()), strict=True))
 
 
 def _tokens_differ(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> bool:

@@ -1,0 +1,185 @@
+"""Test that checkpoints of training programs load: their containers, prefixes and averages.
+
+Each test saves the weights of timm's or torchvision's model as a training program does, and
+compares logits with that model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import checkpoint_filter_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.weights.test_layouts import SIZES, ours, randomised, theirs
+from vit.model import create_model
+from vit.system.files import WeightsError
+from vit.weights.files import load_weights, read_weights
+
+IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def timm_model(**arguments: Any) -> torch.nn.Module:
+    """Return timm's tiny ViT with random weights."""
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+    arguments = {**shape, "num_classes": 7, **arguments}
+    return randomised(timm.create_model("vit_base_patch16_224", **arguments))
+
+
+def loaded_from(path, **arguments: Any) -> tuple[torch.nn.Module, list[str]]:
+    """Return our tiny ViT with the weights at `path`, and all notes."""
+    loaded = read_weights(path)
+    model = create_model(**{**SIZES["tiny"], **arguments}).eval()
+    return model, [*loaded.notes, *load_weights(model, loaded.weights, loaded.grid_size)]
+
+
+def test_the_average_of_torchvisions_references_is_preferred(tmp_path):
+    """references/classification/train.py saves both with --model-ema."""
+    model = randomised(theirs("torchvision", ours("tiny")))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    average.update_parameters(model)
+    average.update_parameters(randomised(copy.deepcopy(model)))
+    content = {"model": model.state_dict(), "model_ema": average.state_dict(), "epoch": 3}
+    args = argparse.Namespace(model="vit_b_16")
+    torch.save({**content, "optimizer": {}, "args": args}, tmp_path / "checkpoint.pth")
+    mine, notes = loaded_from(tmp_path / "checkpoint.pth")
+    expected = average.module.eval()(IMAGES)
+    torch.testing.assert_close(mine(IMAGES), expected, rtol=1e-5, atol=1e-5)
+    assert (mine(IMAGES) - model.eval()(IMAGES)).abs().max() > 1e-3
+    assert notes == [
+        "model_ema is used, model in the same file is ignored",
+        "the average of 2 updates (torch.optim.swa_utils.AveragedModel)",
+    ]
+
+
+PREFIXES = ["model.", "net.", "backbone.", "module._orig_mod.", "model.module.net.backbone.", "v."]
+
+
+@pytest.mark.parametrize("program", ["timm", "torchvision", "huggingface"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_prefix_of_all_names_is_removed(prefix, program, tmp_path):
+    """Lightning, solo-learn and classes around a model add such prefixes."""
+    model = randomised(theirs(program, ours("tiny")))
+    weights = {prefix + name: value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": weights, "pytorch-lightning_version": "2.5"}, tmp_path / "l.ckpt")
+    mine, notes = loaded_from(tmp_path / "l.ckpt")
+    expected = getattr(model(IMAGES), "logits", None)
+    expected = model(IMAGES) if expected is None else expected
+    torch.testing.assert_close(mine(IMAGES), expected, rtol=1e-4, atol=1e-4)
+    left = prefix.replace("module.", "").replace("_orig_mod.", "")
+    assert notes == ([f"the prefix {left} of all names is removed"] if left else [])
+
+
+def test_a_prefix_of_some_names_is_removed_and_others_are_named(tmp_path):
+    """In a class with a backbone and a head, only the backbone has a prefix."""
+    model = timm_model()
+    weights = {
+        name if name.startswith("head") else f"backbone.{name}": value
+        for name, value in model.state_dict().items()
+    }
+    path = tmp_path / "w.pth"
+    torch.save(weights, path)
+    mine, notes = loaded_from(path)
+    assert torch.equal(mine(IMAGES), model(IMAGES))
+    assert notes == ["the prefix backbone. of 30 of 32 names is removed"]
+    torch.save({**weights, "criterion.weight": torch.ones(7)}, path)
+    with pytest.raises(WeightsError, match=r"model: 1 unknown to the model: criterion.weight\Z"):
+        loaded_from(path)
+    torch.save({**weights, "backbone.head.bias": torch.ones(7)}, path)
+    with pytest.raises(WeightsError, match=r"duplicate weights after prefixes are removed: 33"):
+        read_weights(path)
+
+
+def test_the_average_is_preferred_among_networks_of_one_file(tmp_path):
+    """A Lightning module may contain its average, and self-supervised training two networks."""
+    model, average = timm_model(), timm_model()
+    with torch.no_grad():
+        average.head.bias.add_(1)
+    networks = {"model.": model, "ema_model.module.": average}
+    weights = {
+        prefix + name: value
+        for prefix, network in networks.items()
+        for name, value in network.state_dict().items()
+    }
+    torch.save({"state_dict": weights}, tmp_path / "w.ckpt")
+    mine, notes = loaded_from(tmp_path / "w.ckpt")
+    assert torch.equal(mine(IMAGES), average(IMAGES))
+    assert notes == ["ema_model. is used, model. in the same file is ignored"]
+    torch.save({f"student.{name}": value for name, value in weights.items()}, tmp_path / "w.ckpt")
+    mine, _ = loaded_from(tmp_path / "w.ckpt")
+    two = {name.replace("ema_model", "encoder_k"): value for name, value in weights.items()}
+    torch.save({"state_dict": two}, tmp_path / "w.ckpt")
+    with pytest.raises(WeightsError, match=r"contains 2 networks \(encoder_k\., model\.\): save"):
+        read_weights(tmp_path / "w.ckpt")
+
+
+def in_mmpretrains_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename DeiT III's weights as tools/model_converters/deit3_to_mmpretrain.py does."""
+    replacements = [
+        ("blocks.", "layers."),
+        ("norm1", "ln1"),
+        ("norm2", "ln2"),
+        ("mlp.fc1", "ffn.layers.0.0"),
+        ("mlp.fc2", "ffn.layers.1"),
+        ("ls1.gamma", "attn.gamma1.weight"),
+        ("ls2.gamma", "ffn.gamma2.weight"),
+        ("patch_embed.proj.", "patch_embed.projection."),
+    ]
+    renamed = {}
+    for name, value in weights.items():
+        if name.startswith("head"):
+            renamed[name.replace("head.", "head.layers.head.")] = value
+            continue
+        name = "ln1" + name[4:] if name.startswith("norm.") else name
+        name = "ln2" + name[7:] if name.startswith("fc_norm.") else name
+        for old, new in replacements:
+            name = name.replace(old, new)
+        renamed[f"backbone.{name}"] = value
+    return renamed
+
+
+@pytest.mark.parametrize(
+    "parts", [{}, {"init_values": 1e-2}, {"global_pool": "avg"}], ids=["vit", "deit3", "mae"]
+)
+def test_mmpretrains_names_are_read(parts, tmp_path):
+    model = timm_model(**parts)
+    renamed = in_mmpretrains_names(model.state_dict())
+    if "global_pool" in parts:  # MAE's configs have a LinearClsHead
+        renamed = {n.replace("head.layers.head", "head.fc"): v for n, v in renamed.items()}
+    meta = {"mmpretrain_version": "1.2.0"}
+    torch.save({"meta": meta, "state_dict": renamed}, tmp_path / "epoch_300.pth")
+    mine, _ = loaded_from(tmp_path / "epoch_300.pth", **parts)
+    assert torch.equal(mine(IMAGES), model(IMAGES))
+    assert read_weights(tmp_path / "epoch_300.pth").layout == "mmpretrain"
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+@pytest.mark.parametrize("side", [28, 42])
+def test_dinov2s_own_names_are_read_as_by_timm(registers, side, tmp_path):
+    """facebookresearch/dinov2 stores a mask token, and no positions of registers."""
+    arguments = {"embed_dim": 48, "depth": 2, "num_heads": 3, "init_values": 1e-2}
+    if registers:
+        arguments |= {"reg_tokens": registers, "no_embed_class": True}
+    name = "vit_small_patch14_dinov2"
+    weights = timm_model(img_size=28, patch_size=14, num_classes=0, **arguments).state_dict()
+    weights["mask_token"] = torch.zeros(1, 48)
+    if registers:
+        weights["register_tokens"] = weights.pop("reg_token")
+        weights["pos_embed"] = torch.cat([weights["cls_token"] / 2, weights["pos_embed"]], 1)
+    torch.save(weights, tmp_path / "dinov2_vits14_pretrain.pth")
+    images = torch.rand(2, 3, side, side)
+    expected = timm.create_model(name, img_size=side, num_classes=0, **arguments).eval()
+    expected.load_state_dict(checkpoint_filter_fn(dict(weights), expected))
+    parts = {**arguments, "image_size": side, "num_classes": 0}
+    for ours_ in ({"name": "vit_s14"}, {"name": f"timm/{name}"}):
+        mine, notes = loaded_from(tmp_path / "dinov2_vits14_pretrain.pth", **parts, **ours_)
+        torch.testing.assert_close(mine(images), expected(images), rtol=1e-5, atol=1e-5)
+        assert "dropped, not used for classification: mask_token" in notes
