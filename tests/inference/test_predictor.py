@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from processes import TINY, run_here, write_config
 from safetensors.torch import save_file
 from torch.nn.modules.module import register_module_forward_hook
@@ -130,3 +132,44 @@ def test_a_folder_without_weights_is_refused(run, tmp_path):
         vit.load(run, name="vit_base_patch16_224")
     with pytest.raises(AttributeError, match="no attribute 'laod'"):
         vit.laod  # noqa: B018
+
+
+def test_images_in_memory_are_classified_like_their_files(run, tmp_path):
+    trained = vit.load(run)
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
+    turned = Image.Exif()
+    turned[0x112] = 6
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    Image.fromarray(pixels).convert("CMYK").save(tmp_path / "cmyk.jpg")
+    Image.fromarray(pixels).save(tmp_path / "turned.jpg", exif=turned)
+    Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(tmp_path / "gray16.png")
+    Image.fromarray(pixels).convert("P").save(tmp_path / "palette.png", transparency=3)
+    for apply_exif in (False, True):
+        loaded = vit.load(run, settings={"eval.apply_exif": apply_exif})
+        for file in sorted(tmp_path.iterdir()):
+            with Image.open(file) as image:
+                of_memory = loaded.preprocess.pixels(image)
+            assert torch.equal(of_memory, loaded.preprocess.pixels(file)), (file, apply_exif)
+    expected = trained.classify(tmp_path / "photo.png")
+    image = Image.fromarray(pixels)
+    assert trained.classify(image) == trained.classify(pixels) == expected
+    gray = trained.classify(pixels[..., 1])
+    assert gray == trained.classify(np.repeat(pixels[..., 1:2], 3, axis=2))
+    batch = trained.classify([tmp_path / "photo.png", image, pixels[..., 1]], top=2)
+    assert batch == [expected[:2], expected[:2], gray[:2]]
+
+
+@pytest.mark.parametrize(
+    ("image", "kind"),
+    [
+        (np.zeros((4, 4, 3), np.float32), r"ndarray \(4, 4, 3\)"),
+        (np.zeros((3, 4, 4), np.uint8), r"ndarray \(3, 4, 4\)"),
+        (np.zeros(4, np.uint8), r"ndarray \(4,\)"),
+        (torch.zeros(4, 4, 3, dtype=torch.uint8), r"Tensor torch.Size\(\[4, 4, 3\]\)"),
+        (Image.new("F", (4, 4)), "Image F"),
+        (None, "NoneType"),
+    ],
+)
+def test_other_images_in_memory_are_refused(image, kind, run):
+    with pytest.raises(ValueError, match=f"an image is a {kind}: expected a path, encoded bytes"):
+        vit.load(run).classify(image)

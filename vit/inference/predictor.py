@@ -2,6 +2,7 @@
 
     trained = load("runs/demo")                              also vit.load
     trained.classify("photo.jpg")                            names and probabilities
+    trained.classify([array, Image.open("photo.jpg")])       a list of these for each image
     logits = trained(trained.preprocess("a.jpg", "b.png"))   (2, classes)
     tokens = trained.model.forward_features(trained.preprocess("a.jpg"))
 
@@ -13,35 +14,42 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.config import io as config_io
 from vit.config.schema import Config, EvalConfig
 from vit.data.augment.apply import Augment, create_augment
 from vit.data.decode.crops import decode_center
+from vit.data.decode.images import to_mode
 from vit.data.image_format import ImageFormat
 from vit.layers.blocks import set_residual_dtype
 from vit.layers.precision import autocast, has_bf16
 from vit.model import create_model
 from vit.training.run_data import with_precision
-from vit.weights.class_names import IMAGENET_CLASSES, imagenet_names
+from vit.weights.class_names import IMAGENET_CLASSES, check_head, imagenet_names
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.published import with_published_config
 
-Image = str | os.PathLike[str] | bytes
-"""The path of an image, or its encoded bytes."""
+Image = str | os.PathLike[str] | bytes | PIL.Image.Image | NDArray[np.uint8]
+"""The path of an image, its encoded bytes, an image of Pillow, or an array: (H, W, 3) uint8 in RGB,
+or (H, W) uint8 in gray."""
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Converts encoded images to inputs of a model, exactly as `launch/eval.py` does.
+    """Converts images to inputs of a model, exactly as `launch/eval.py` does.
 
     `vit.data.decode.images` decodes all supported formats and color spaces.
     """
@@ -68,6 +76,8 @@ class Preprocess:
         """
         if isinstance(image, bytes):
             return self._decoded(image)
+        if not isinstance(image, (str, os.PathLike)):
+            return self._decoded(_encoded(image, self.image_format.channels, self.view))
         try:
             return self._decoded(Path(image).read_bytes())
         except OSError as error:
@@ -82,6 +92,29 @@ class Preprocess:
     def _decoded(self, data: bytes) -> Tensor:
         form = self.image_format
         return decode_center(data, form.size, self.view, form.interpolation, form.channels)
+
+
+def _encoded(image: Any, channels: int, view: EvalConfig) -> bytes:
+    """Encode an image in memory without loss, so that it is decoded and cropped like a file.
+
+    channels: 1 (gray) or 3 (RGB). Raises ValueError if `image` has another type or pixel format.
+    """
+    is_array = isinstance(image, np.ndarray) and image.dtype == np.uint8
+    if is_array and (image.ndim == 2 or image.shape[2:] == (3,)):
+        image = PIL.Image.fromarray(image)
+    is_known = isinstance(image, PIL.Image.Image) and image.mode not in ("I", "F")
+    if not is_known:
+        form = "mode" if isinstance(image, PIL.Image.Image) else "shape"
+        kind = f"{type(image).__name__} {getattr(image, form, '')}".strip()
+        raise ValueError(
+            f"an image is a {kind}: expected a path, encoded bytes, an image of Pillow with"
+            " 8 bits, or an array of uint8, (height, width, 3) in RGB or (height, width) in gray"
+        )
+    if view.apply_exif:
+        image = PIL.ImageOps.exif_transpose(image)
+    encoded = io.BytesIO()
+    to_mode(image.copy(), "RGB" if channels == 3 else "L").save(encoded, "PPM")
+    return encoded.getvalue()
 
 
 @dataclass(frozen=True)
@@ -109,16 +142,27 @@ class Trained:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Compute logits, (B, classes), from normalized inputs, (B, C, H, W) float32.
 
+        For weights without a head, compute features, (B, D).
         Gradients are off, and the precision is the run's `train.precision`.
         """
         with autocast(self.config.train.precision, self.device):
             return self.model(inputs.to(self.device, non_blocking=True))
 
-    def classify(self, image: Image, top: int = 5) -> list[tuple[str, float]]:
-        """Return the `top` most likely classes of one image with probabilities in [0, 1].
+    @overload
+    def classify(self, image: Image, top: int = 5) -> list[tuple[str, float]]: ...
 
-        Raises ValueError if the image cannot be read or decoded.
+    @overload
+    def classify(self, image: list[Image], top: int = 5) -> list[list[tuple[str, float]]]: ...
+
+    def classify(self, image: Image | list[Image], top: int = 5) -> list[Any]:
+        """Return the `top` most likely classes of an image with probabilities in [0, 1].
+
+        For a list of images, return one such list per image. Raises ValueError if an image cannot
+        be read or decoded, or if the weights have no head.
         """
+        check_head(self.weights)
+        if isinstance(image, list):
+            return [self.classify(each, top) for each in image]
         probabilities = self(self.preprocess(image)).float().softmax(1)[0]
         values, classes = probabilities.topk(min(top, len(probabilities)))
         return [
