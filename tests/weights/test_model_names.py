@@ -8,8 +8,10 @@ import argparse
 import pytest
 import timm
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN
 from timm.utils import CheckpointSaver
 
+import vit
 from vit.config.schema import ModelConfig
 from vit.model import create_model
 from vit.weights.files import read_weights
@@ -49,3 +51,57 @@ def test_a_published_accuracy_is_not_assigned_to_weights_trained_by_the_user(tmp
     torch.save({"model": weights, "arch": "visiontransformer"}, path)
     with pytest.raises(ValueError, match=r"pass its timm name with --model NAME\Z"):
         with_published_config(read_weights(path), None, "data")
+
+
+@pytest.mark.parametrize(
+    ("arch", "pools", "options", "view"),
+    [
+        ("vit_base_patch16", True, {"input_size": 224}, (224, 256, "bicubic")),  # MAE
+        ("vit_large_patch16", True, {"input_size": 256}, (256, 256, "bicubic")),  # RETFound
+        ("RETFound_mae", False, {"input_size": 224}, (224, 256, "bicubic")),
+        ("vit_huge_patch14", True, {}, (224, 256, "bicubic")),
+        (
+            "vit_b_32",
+            False,
+            {"val_crop_size": 384, "val_resize_size": 391, "interpolation": "bicubic"},
+            (384, 391, "bicubic"),
+        ),
+        ("vit_l_16", False, {"val_crop_size": 224, "val_resize_size": 242}, (224, 242, "bilinear")),
+    ],
+)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_model_of_maes_and_torchvisions_own_checkpoints_is_read(
+    arch, pools, options, view, is_named, tmp_path
+):
+    """`fc_norm` says that MAE averages the patches. The sizes are those of their programs, whose
+    transforms are `Resize(resized)` and `CenterCrop(side)`."""
+    side, *_ = view
+    name = {"RETFound_mae": "vit_l16"}.get(arch, f"vit_{arch[4]}{arch[-2:]}")
+    parts = {"global_pool": "avg"} if pools else {}
+    weights = {"head.weight": torch.zeros(5, 8)} | (
+        {"fc_norm.weight": torch.ones(8)} if pools else {}
+    )
+    args = argparse.Namespace(**({} if is_named else {"model": arch}), **options)
+    torch.save({"model": weights, "epoch": 9, "args": args}, tmp_path / "checkpoint-best.pth")
+    loaded, published = with_published_config(
+        read_weights(tmp_path / "checkpoint-best.pth"), arch if is_named else None, "data"
+    )
+    assert published.model == {"name": name, **parts}
+    assert (published.mean, loaded.num_classes) == (IMAGENET_DEFAULT_MEAN, 5)
+    cover = int(side / published.crop_pct)
+    assert (*published.image_size, cover, published.interpolation) == (side, side, *view[1:])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_maes_fine_tuning_has_timms_logits(tmp_path):
+    network = timm.create_model("vit_base_patch16_224", global_pool="avg", num_classes=5).eval()
+    args = argparse.Namespace(model="vit_base_patch16", input_size=224, global_pool=True)
+    torch.save({"model": network.state_dict(), "args": args}, tmp_path / "checkpoint-best.pth")
+    images = torch.rand(2, 3, 224, 224)
+    trained = vit.load(tmp_path / "checkpoint-best.pth")
+    assert torch.equal(trained(images), network(images).detach())
+    # MAE publishes its encoder without a head, and its names with and without a patch size.
+    encoder = timm.create_model("vit_base_patch16_224", num_classes=0).eval()
+    torch.save({"model": encoder.state_dict()}, tmp_path / "mae_pretrain_vit_base.pth")
+    features = vit.load(tmp_path / "mae_pretrain_vit_base.pth")(images)
+    assert torch.equal(features, encoder(images).detach())

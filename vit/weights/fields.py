@@ -79,6 +79,8 @@ TIMM_CONFIG = _table(
 
 TIMM_OPTIONS = ("mean", "std", "crop_pct", "interpolation", "crop_mode", "model_kwargs")
 """The options of timm's command line that describe a model and its preprocessing."""
+PROGRAM_OPTIONS = ("input_size", "val_crop_size", "val_resize_size")
+"""The options of MAE's and torchvision's command lines that describe preprocessing."""
 
 
 def check_fields(

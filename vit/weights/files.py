@@ -41,7 +41,7 @@ from vit.run_folder import (
 )
 from vit.system.files import WeightsError
 from vit.system.spelling import few
-from vit.weights.fields import TIMM_OPTIONS
+from vit.weights.fields import PROGRAM_OPTIONS, TIMM_OPTIONS
 from vit.weights.formats import PARTS_FILES, read_content, readable, renamed
 from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, find_prefix, layout_of, to_ours
@@ -201,7 +201,7 @@ class LoadedWeights:
     arch: str = ""
     """The model name that another program stored with its weights, or ""."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The options of timm's command line that another program stored with its weights."""
+    """The options of its command line that another program stored with its weights."""
     notes: tuple[str, ...] = ()
     """One sentence for each choice or omission made during reading."""
     source: dict[str, str] | None = None
@@ -341,7 +341,9 @@ def _read(path: Path) -> LoadedWeights:
             layout=layout.name if layout else "",
             arch=content.arch,
             options={
-                name: content.options[name] for name in TIMM_OPTIONS if content.options.get(name)
+                name: content.options[name]
+                for name in (*TIMM_OPTIONS, *PROGRAM_OPTIONS)
+                if content.options.get(name)
             },
             notes=(*content.notes, *notes, *dropped, *network_notes(settings)),
         )

@@ -30,7 +30,7 @@ from typing import Any
 from vit.config import io as config_io
 from vit.config.schema import DataConfig
 from vit.system.spelling import did_you_mean
-from vit.weights.fields import TIMM_CONFIG, check_fields
+from vit.weights.fields import TIMM_CONFIG, TIMM_OPTIONS, check_fields
 from vit.weights.files import LoadedWeights, find_weights
 from vit.weights.formats import PARTS_FILES
 from vit.weights.layouts import family_of
@@ -44,7 +44,7 @@ from vit.weights.published_models import (
     own_model,
 )
 from vit.weights.save import HUB_FILES
-from vit.weights.transformers_config import class_names_in, from_transformers
+from vit.weights.transformers_config import class_names_in, crop_pct_of, from_transformers
 
 SEVERAL_TAGS = ("vit_", "deit3_")
 """The prefixes of names that are ambiguous without a tag, because several weights share a name."""
@@ -62,27 +62,58 @@ def identify(
     1. `name`, a timm name with or without `timm/` or `hf_hub:timm/`. A name without a tag selects
        timm's default settings.
     2. `config.json` next to the file.
-    3. `arch`, the name stored in the file, if it is a timm name. `options`, the command line stored
-       in the file, overrides timm's settings.
+    3. `arch`, the name stored in the file, if it is a name of timm, MAE or torchvision. `options`,
+       the command line stored in the file, overrides timm's settings.
     4. The name of the file or its folder.
 
     Raises:
         ValueError: no source identifies a single model. The message lists similar names and a
             remedy.
     """
+    options = options or {}
     if name is not None:
-        return _by_name(name, or_defaults=True)
+        return _by_program(name, options) or _by_name(name, or_defaults=True)
     file = find_weights(path)
     settings = file.parent / "config.json"
     if settings.is_file() and (model := _by_settings(settings)):
         return model
-    model = _from_timm(arch, options) if options else None
+    overrides = {key: options[key] for key in TIMM_OPTIONS if key in options}
+    model = _by_program(arch, options) or (_from_timm(arch, overrides) if overrides else None)
     with suppress(ValueError):  # `arch` may be another program's name or a Python class.
         model = model or _by_name(arch, or_defaults=True)
         # The weights come from a different training run, so the published accuracy does not apply.
         source = NO_NUMBER if model.top1 else model.source
         return replace(model, top1=None, top5=None, source=source)
     return _by_file_name(file)
+
+
+_PROGRAM_NAMES = r"(mae_(pretrain_)?)?vit_(b|l|h)(_|ase|arge|uge)(_patch)?(?P<patch>\d+)?"
+
+
+def _by_program(name: str, options: Mapping[str, Any]) -> KnownModel | None:
+    """Return the model that MAE, RETFound or torchvision calls `name`; None for other names.
+
+    options: the program's command line. Sources: facebookresearch/mae:models_vit.py and
+    util/datasets.py, rmaphoh/RETFound, pytorch/vision:references/classification/train.py.
+    """
+    name = {"RETFound_mae": "vit_large_patch16"}.get(name, name)
+    match = re.fullmatch(_PROGRAM_NAMES, name)
+    if match is None:
+        return None
+    size, patch = match[3], match["patch"] or {"h": "14"}.get(match[3], "16")
+    is_torchvision = match[4] == "_"
+    side = options.get("val_crop_size" if is_torchvision else "input_size", 224)
+    crop_pct = 224 / 256 if side <= 224 else 1.0
+    if is_torchvision:
+        crop_pct = crop_pct_of((side,) * 2, (options.get("val_resize_size", 256),) * 2)
+    return KnownModel(
+        name,
+        {"name": f"vit_{size}{patch}"},
+        (side, side),
+        *IMAGENET,
+        crop_pct=crop_pct,
+        interpolation=options.get("interpolation", "bilinear") if is_torchvision else "bicubic",
+    )
 
 
 def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
@@ -161,6 +192,8 @@ def _by_file_name(file: Path) -> KnownModel:
         if full := _longest_prefix(text, [row.name for row in KNOWN]):
             return _by_name(full)
         stem = re.sub(r"\.(safetensors|pth\.tar|pth|pt|bin)$", "", text)
+        if model := _by_program(stem, {}):
+            return model
         for name in (stem, stem.partition("-")[0]):
             if name not in architectures and (model := _from_timm(name)):
                 return model
@@ -366,6 +399,8 @@ def with_published_config(
             f"{loaded.path} is {model.name}, trained by another program: pass the shards to"
             " evaluate on with --data ROOT"
         )
+    if "fc_norm.weight" in loaded.weights and not model.model["name"].startswith("timm/"):
+        model = replace(model, model={"global_pool": "avg", **model.model})
     head = loaded.weights.get(f"{model.head}.weight")
     if head is None and family and not model.model["name"].startswith("timm/"):
         raise ValueError(_unsupported_family(loaded.path, family))

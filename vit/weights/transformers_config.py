@@ -135,7 +135,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         cover = _height_width(shortest or resize)
         crops = content.get("do_center_crop") is True
         end = _height_width(content["crop_size"]) if crops else cover
-        crop_pct = _crop_pct(size, cover)
+        crop_pct = crop_pct_of(size, cover)
         reached = tuple(int(side / crop_pct) for side in size)
         if (end, reached) != (size, cover) or (shortest and not crops):
             cropped = f"a center crop of {content['crop_size']}" if crops else "no center crop"
@@ -168,7 +168,7 @@ def _height_width(size: Any) -> tuple[int, int]:
     return _pair([size["height"], size["width"]] if isinstance(size, dict) else size)
 
 
-def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
+def crop_pct_of(size: tuple[int, int], cover: tuple[int, int]) -> float:
     """Return timm's crop_pct for which `size` / crop_pct, truncated, equals `cover`."""
     crop_pct = min(*(side / covered for side, covered in zip(size, cover, strict=True)), 1.0)
     while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
