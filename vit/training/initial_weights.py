@@ -120,7 +120,8 @@ def _load(
         mismatch = class_mismatch(loaded, class_names, num_classes)
         if mismatch:
             notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
-    return [*loaded.report(notes), *normalization_notes(loaded, config.data)]
+    in_chans = config.model.in_chans
+    return [*loaded.report(notes), *normalization_notes(loaded, config.data, in_chans)]
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:

@@ -4,7 +4,7 @@
    Hugging Face hub (vit/weights/hub.py)                                      find_weights
 2. Open the file without running any code in it (vit/weights/formats.py), and
    convert its names to this project's names (vit/weights/layouts.py)         read_weights
-3. Resample positions to the model's grid, and drop the head on demand        load_weights
+3. Fit patches and positions to the model, and drop the head on demand        load_weights
 4. Raise an error if any other key is missing, unknown or of another shape    load_weights
 
 `read_weights` also returns the facts that a run recorded about its weights. Errors that a user can
@@ -45,6 +45,7 @@ from vit.weights.fields import PROGRAM_OPTIONS, TIMM_OPTIONS
 from vit.weights.formats import PARTS_FILES, read_content, readable, renamed
 from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, find_prefix, layout_of, to_ours
+from vit.weights.patches import fit_patches
 from vit.weights.positions import PREFIX_TOKENS, fit_positions
 from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import network_notes, object_in
@@ -61,11 +62,12 @@ def load_weights(
 ) -> list[str]:
     """Copy weights into a model that is not wrapped or compiled yet.
 
-    Positions are resampled to the model's grid. If only the model has positions for prefix tokens
-    (the source is DeiT III), they are zero. If only the source has them (the model has
-    `no_embed_class`), they are added to the tokens. Neither adaptation changes the output of the
-    network. DeiT III's LayerScale names are converted to timm's. Values are cast to the model's
-    dtype, and `state_dict` is not changed.
+    Positions are resampled to the model's grid, and patches to the model's size; the filters of the
+    colors are added for gray images (vit/weights/patches.py). If only the model has positions for
+    prefix tokens (the source is DeiT III), they are zero. If only the source has them (the model
+    has `no_embed_class`), they are added to the tokens. Neither change of positions changes the
+    output of the network. DeiT III's LayerScale names are converted to timm's. Values are cast to
+    the model's dtype, and `state_dict` is not changed.
 
     Args:
         grid: (h, w) of the source's positions; None: a square.
@@ -98,6 +100,7 @@ def load_weights(
             dropped = [name for name in source if name.startswith("norm.")]
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
+    notes += fit_patches(source, target, model)
     if "pos_embed" not in source and "pos_embed" in dict(model.named_buffers()):
         # big_vision computes fixed positions, and does not store them.
         source["pos_embed"] = target["pos_embed"]

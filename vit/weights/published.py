@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import floordiv, mul
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from vit.config import io as config_io
@@ -433,8 +434,11 @@ def with_published_config(
     return evaluated, model
 
 
-def normalization_notes(loaded: LoadedWeights, data: DataConfig) -> list[str]:
-    """Return a note if `loaded` was trained with another mean or std than `data` has."""
+def normalization_notes(loaded: LoadedWeights, data: DataConfig, in_chans: int = 3) -> list[str]:
+    """Return a note if `loaded` was trained with another mean or std than `data` has.
+
+    in_chans: the channels of the new model's images. A gray image has the mean over the colors.
+    """
     try:
         trained = loaded.config or to_config(
             identify(loaded.path, None, loaded.arch, loaded.options), data_root="."
@@ -442,15 +446,18 @@ def normalization_notes(loaded: LoadedWeights, data: DataConfig) -> list[str]:
         theirs = config_io.from_dict(trained, str(loaded.path)).data
     except ValueError:  # The model is unknown, or only its evaluation is unsupported.
         return []
+    mean, std = (
+        [round(fmean(values), 4)] if in_chans == 1 else [*values]
+        for values in (theirs.mean, theirs.std)
+    )
     differences = [
         abs(a - b)
-        for a_values, b_values in ((theirs.mean, data.mean), (theirs.std, data.std))
+        for a_values, b_values in ((mean, [*data.mean]), (std, [*data.std]))
         # A single value applies to all channels.
         for a, b in zip(a_values * len(b_values), b_values * len(a_values), strict=True)
     ]
     if max(differences) < 0.5 / 255:  # half a level of 8-bit colors
         return []
-    mean, std = [*theirs.mean], [*theirs.std]
     return [
         f"the weights were trained with mean {mean} and std {std}, but this config has mean"
         f' {[*data.mean]} and std {[*data.std]}: set "data.mean={mean}" "data.std={std}"'
