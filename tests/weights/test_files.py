@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.data import ImageNetInfo
 from timm.layers import resample_abs_pos_embed
 
 from vit.config.io import from_dict
@@ -269,8 +270,9 @@ def trained_on(names: list[str] | None, num_classes: int | None = None) -> Loade
             sorted(MODEL),
             (
                 "the classes of data and model differ: label 1 is 'cow' in the data, 'dog' in the"
-                " model, label 2 is 'dog' in the data, 'cow' in the model (3 of 5 names agree):"
-                " their order differs, so the accuracy is meaningless: write new shards"
+                " model, label 2 is 'dog' in the data, 'cow' in the model (3 of 5 names agree): the"
+                " accuracy is meaningless: match the classes by name with --select-classes or"
+                " init.select_classes=true"
             ),
         ),
     ],
@@ -296,6 +298,20 @@ def test_classes_without_names_are_counted():
     assert class_mismatch(trained_on(None, 1000), ["a", "b"], 2) == "", (
         "weights of another program have no class names to compare"
     )
+
+
+def test_classes_of_imagenet_at_other_labels_are_noted():
+    """ImageNet-A and ImageNet-R have 200 of the 1,000 classes."""
+    info = ImageNetInfo("imagenet-1k")
+    wnids = [info.index_to_label_name(label) for label in range(1000)]
+    published = trained_on(None, 1000)
+    assert class_mismatch(published, wnids[6:400:7], 57) == (
+        "the model has the data's 57 classes, but at other labels (label 0 is 'n01498041' in the"
+        " data, 'n01440764' in the model), so the accuracy is meaningless: match the classes by"
+        " name with --select-classes or init.select_classes=true"
+    )
+    for names in (wnids, wnids[:40], [*wnids[6:400:7], "dog"], []):
+        assert class_mismatch(published, names, len(names)) == ""
 
 
 @pytest.mark.parametrize("name", ["timm/cait_xxs24_224", "timm/beit_base_patch16_224"])

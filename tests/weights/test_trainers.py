@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -183,3 +184,30 @@ def test_dinov2s_own_names_are_read_as_by_timm(registers, side, tmp_path):
         mine, notes = loaded_from(tmp_path / "dinov2_vits14_pretrain.pth", **parts, **ours_)
         torch.testing.assert_close(mine(images), expected(images), rtol=1e-5, atol=1e-5)
         assert "dropped, not used for classification: mask_token" in notes
+
+
+def test_a_prefix_is_removed_from_networks_without_patches(tmp_path):
+    model = randomised(timm.create_model("resnet10t", num_classes=7))
+    weights = {f"net.model.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": weights}, tmp_path / "last.ckpt")
+    mine = create_model("timm/resnet10t", 64, 7).eval()
+    notes = load_weights(mine, read_weights(tmp_path / "last.ckpt").weights)
+    assert notes == ["the prefix net.model. is removed"]
+    images = torch.rand(2, 3, 64, 64)
+    assert torch.equal(mine(images), model(images))
+
+
+def test_an_error_about_names_says_first_that_none_fits():
+    """The head is not what differs, so a new head is no remedy."""
+    weights = timm.create_model("resnet10t", num_classes=7).state_dict()
+    message = (
+        "the weights do not fit the model: they are probably the weights of a ResNet; no name fits:"
+        " the source has conv1.0.weight, conv1.1.weight, conv1.1.bias, conv1.1.running_mean and 93"
+        " more, but the model cls_token, pos_embed, patch_embed.proj.weight, patch_embed.proj.bias"
+        " and 28 more: choose the model of these weights, or rename them"
+    )
+    with pytest.raises(WeightsError) as caught:
+        load_weights(create_model(**SIZES["tiny"]), weights)
+    assert re.sub(r" and \d+ more", " and more", str(caught.value)) == re.sub(
+        r" and \d+ more", " and more", message
+    )

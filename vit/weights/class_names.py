@@ -9,6 +9,7 @@ order of WordNet ids, which all published weights use.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from vit.system.files import WeightsError
@@ -27,8 +28,10 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
         names: class names of labels 0, 1, ...; [] if the data have none.
         num_classes: number of classes in the data.
     """
-    if loaded.class_names is None or loaded.num_classes is None:
+    if loaded.num_classes is None:
         return ""
+    if loaded.class_names is None:
+        return _other_numbers(loaded, names)
     model_names = loaded.class_names
     counts = ""
     if num_classes != loaded.num_classes:
@@ -52,8 +55,8 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     ]
     more = f" and {len(differing) - 3:,} more" if len(differing) > 3 else ""
     agree = f"{len(names) - len(differing):,} of {len(names):,} names agree"
-    if sorted(model_names) == sorted(names):
-        meaning = "their order differs, so the accuracy is meaningless: write new shards"
+    if {*names} <= {*model_names}:
+        meaning = f"the accuracy is meaningless: {_SELECT}"
     elif len(differing) < len(names):
         meaning = "the accuracy treats these labels as the model's"
     else:
@@ -64,6 +67,23 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     )
 
 
+def _other_numbers(loaded: LoadedWeights, names: Sequence[str]) -> str:
+    """Return a warning if published weights have the classes `names` at other labels, or ""."""
+    assert loaded.num_classes is not None, "the caller checks"
+    namings: dict[str, list[str]] = {}
+    with suppress(WeightsError):  # timm, which has the names, is not installed
+        namings = namings_of(loaded, loaded.num_classes)
+    found = [naming for naming in namings.values() if {*names} <= {*naming}]
+    if not found or found[0][: len(names)] == list(names):
+        return ""
+    return (
+        f"the model has the data's {len(names):,} classes, but at other labels (label 0 is"
+        f" {names[0]!r} in the data, {found[0][0]!r} in the model), so the accuracy is meaningless:"
+        f" {_SELECT}"
+    )
+
+
+_SELECT = "match the classes by name with --select-classes or init.select_classes=true"
 IMAGENET_CLASSES = 1000
 
 

@@ -87,6 +87,12 @@ def load_weights(
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
     }
+    first = next(iter(target))
+    prefix = next((n.removesuffix(first) for n in source if n.endswith(f".{first}")), "")
+    bare = {name.removeprefix(prefix): value for name, value in source.items()}
+    if prefix and not source.keys() & target.keys():
+        notes.append(f"the prefix {prefix} is removed")
+        source = bare
     head = head_prefixes(model)
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
@@ -123,6 +129,11 @@ def _differences(
     source: Mapping[str, Tensor], target: Mapping[str, Tensor], head: tuple[str, ...]
 ) -> list[str]:
     """List the differences between `source` and `target`. head: name prefixes of the head."""
+    if not source.keys() & target.keys():
+        return [
+            f"no name fits: the source has {few([*source])}, but the model {few([*target])}: choose"
+            " the model of these weights, or rename them"
+        ]
     missing = [name for name in target if name not in source]
     unexpected = [name for name in source if name not in target]
     shapes = {

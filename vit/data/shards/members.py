@@ -21,6 +21,7 @@ from vit.config.sample_layout import IMAGE_EXTENSIONS, NO_LABEL, SETTINGS, Names
 from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 from vit.system.redact import escape_to_one_line
+from vit.system.spelling import few
 
 MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
 """The suffixes that a layout may specify for the image."""
@@ -110,7 +111,7 @@ class SampleLayout:
         is_unique = len(set(suffixes)) == len(suffixes)
         if len(images) == 1 and has_label and is_unique:
             return images[0]
-        members = escape_to_one_line(f"its members: {', '.join(suffixes)}")
+        members = escape_to_one_line(f"its members: {few(suffixes, 8)}")
         if not is_unique:
             raise InvalidSample(
                 "has two members with the same extension, or shares its key with another sample"
@@ -216,6 +217,8 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
             options.append(names.class_names)
         if options:
             return f"{text}; try {escape_to_one_line(' '.join(options))}"
+    if len(images) > 1 and all("." in suffix for suffix in members):
+        return f"; their names contain dots: try {names.keys_with_dots}"
     return (
         f"{text}. Repair such samples, move the shard away, or describe other layouts with"
         f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"

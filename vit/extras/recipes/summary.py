@@ -54,10 +54,11 @@ def account(imported: Imported) -> str:
         f" argument{'s' * (stated != 1)} stated, the rest are defaults"
     ]
     counts = count(reading)
+    # Readers look for what differs, and most settings are the same.
     for verdict, heading in (
-        ("same", "the same"),
         ("differs", "differs"),
         ("cannot", "no equivalent"),
+        ("same", "the same"),
     ):
         findings = [f for f in reading.findings if f.verdict == verdict]
         lines += ["", f"{heading}: {counts[verdict]}"]
