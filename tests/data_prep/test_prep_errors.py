@@ -335,6 +335,9 @@ add_rows(
             shards({"a.jpg": IMAGE, "b.jpg": IMAGE, "a.cls": b"0", "b.cls": b"1"})
         ),
         "no split in a shard's name": index(shards(name="00000.tar")),
+        "keys with dots": index(
+            shards({f"a.{n}.{suffix}": IMAGE for n in range(3000) for suffix in ("jpg", "cls")})
+        ),
         "samples without a label": index(shards({"a.jpg": IMAGE, "a.txt": b"a cat"})),
         "image and label under other names": index(
             shards({"a.image.jpg": IMAGE, "a.json": b'{"label": 3}'})

@@ -121,6 +121,18 @@ def another_family(place):
     return place.train(f"init.checkpoint={place.folder / 'resnet.pth'}")
 
 
+def two_networks(place):
+    names = ("encoder_k.patch_embed.proj.weight", "encoder_q.patch_embed.proj.weight")
+    torch.save({name: torch.zeros(1) for name in names}, place.folder / "moco.pth")
+    return place.train(f"init.checkpoint={place.folder / 'moco.pth'}")
+
+
+def no_head(place):
+    path = place.folder / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
+    save_file({"norm.weight": torch.zeros(1)}, path)
+    return place.export(path, "timm")
+
+
 def no_grid(place):
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -226,6 +238,8 @@ SCENARIOS: dict[str, Callable[[Place], list]] = {
     "an evaluation with logits that are NaN or infinite": huge_weights,
     "weights in parts, one of which is missing": missing_part,
     "weights of another family": another_family,
+    "several networks in one file": two_networks,
+    "an export of weights without a head": no_head,
     "positions that form no grid": no_grid,
     "a network of transformers that computes something else": another_activation,
     "preprocessing of transformers without a resize": no_resize,

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from processes import REPOSITORY
 from small_shards import add
+
+from vit.system import redact
 
 PROGRAM = """
 import os, sys
@@ -86,3 +89,18 @@ def test_a_command_ends_well_and_writes_utf_8_if_stdout_is_ascii(tmp_path):
     info = json.loads((out / "_info.json").read_text("utf-8"))
     assert set(info["class_names"]) == set(CLASSES)
     assert all(name in (out / "dataset.md").read_text("utf-8") for name in CLASSES)
+
+
+def test_a_line_longer_than_a_screen_is_cut_in_its_middle():
+    line = f"error: first{'x' * 5000}: remedy"
+    cut = redact.printed(f"{line}\nshort")
+    assert cut.startswith("error: first")
+    assert cut.endswith("x: remedy\nshort")
+    first = cut.partition("\n")[0]
+    assert len(first) < 24 * 80
+    kept, left_out = (
+        first.count("x"),
+        int(re.search(r"\[([\d,]+) chara", first)[1].replace(",", "")),
+    )
+    assert kept + left_out == 5000
+    assert redact.printed("y" * 1800) == "y" * 1800

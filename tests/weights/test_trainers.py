@@ -118,7 +118,9 @@ def test_the_average_is_preferred_among_networks_of_one_file(tmp_path):
     mine, _ = loaded_from(tmp_path / "w.ckpt")
     two = {name.replace("ema_model", "encoder_k"): value for name, value in weights.items()}
     torch.save({"state_dict": two}, tmp_path / "w.ckpt")
-    with pytest.raises(WeightsError, match=r"contains 2 networks \(encoder_k\., model\.\): save"):
+    with pytest.raises(
+        WeightsError, match=r"contains 2 networks \(encoder_k\., model\.\): save only"
+    ):
         read_weights(tmp_path / "w.ckpt")
 
 
@@ -211,3 +213,45 @@ def test_an_error_about_names_says_first_that_none_fits():
     assert re.sub(r" and \d+ more", " and more", str(caught.value)) == re.sub(
         r" and \d+ more", " and more", message
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        (["model_state_dict"], []),  # PyTorch's tutorial
+        (["net"], []),
+        (["model", "ema"], ["ema is used, model in the same file is ignored"]),
+        (["state_dict", "raw"], ["state_dict is used, raw in the same file is ignored"]),
+        (["target_encoder", "encoder"], ["target_encoder is used, encoder in the same file"]),
+    ],
+)
+def test_other_containers_are_opened(keys, note, tmp_path):
+    model = timm_model()
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    used = "ema" if "ema" in keys else keys[0]
+    rest = {"epoch": 3, "rng": {"cpu": torch.ones(9)}, "opt": {"state": {0: torch.ones(2, 2)}}}
+    content = {key: model.state_dict() if key == used else other for key in keys}
+    torch.save({**rest, **content}, tmp_path / "w.pth")
+    mine, notes = loaded_from(tmp_path / "w.pth")
+    assert torch.equal(mine(IMAGES), model(IMAGES))
+    assert [text[: len(start)] for text, start in zip(notes, note, strict=True)] == note
+    torch.save({"a": other, "b": other}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match=r"also contains a \(OrderedDict\)|\(dict\), b \(dict\)"):
+        read_weights(tmp_path / "w.pth")
+
+
+def test_the_teacher_of_dinos_training_has_timms_features(tmp_path):
+    """facebookresearch/dino:main_dino.py saves both networks, with projection heads."""
+    model = timm_model(num_classes=0)
+    heads = {
+        "head.mlp.0.weight": torch.ones(9, 48),
+        "head.last_layer.weight_g": torch.ones(9, 1),
+        "head.last_layer.weight_v": torch.ones(9, 9),
+    }
+    teacher = {f"backbone.{name}": value for name, value in model.state_dict().items()}
+    student = {f"module.{name}": value + 1 for name, value in teacher.items()}
+    content = {"student": student, "teacher": {**teacher, **heads}, "epoch": 9}
+    torch.save({**content, "dino_loss": {"center": torch.zeros(1, 9)}}, tmp_path / "c.pth")
+    mine, notes = loaded_from(tmp_path / "c.pth", num_classes=0)
+    assert torch.equal(mine(IMAGES), model(IMAGES))
+    assert notes[0] == "teacher is used, student, dino_loss in the same file is ignored"

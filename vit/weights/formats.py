@@ -33,9 +33,18 @@ from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.save import HUB_FILES, SEAL, is_intact
 
-CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""The keys under which training programs store weights (timm, DeiT, MAE). The first existing key is
-used, so averaged weights are preferred, as in timm."""
+CONTAINERS = (
+    "state_dict_ema",
+    "model_ema",
+    "ema",
+    "state_dict",
+    "model",
+    "teacher",
+    "target_encoder",
+)
+"""The keys under which training programs store weights (timm, DeiT, MAE, DINO, I-JEPA). The first
+existing key is used, so averaged weights are preferred, as in timm. A file without these keys may
+have one other dict of weights, such as `model_state_dict` or `net`."""
 PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
 """The index file names of Hugging Face folders with several weights files."""
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -297,13 +306,15 @@ def _open_parts(index: Path) -> Content:
 def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     """Return the tensors in `content`, extracted from nested containers."""
     while isinstance(content, dict):
-        keys = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
+        others = [name for name, value in content.items() if _has_matrices(value)]
+        known = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
+        keys = known or (others if len(others) == 1 else [])
         if not keys:
             break
-        if len(keys) > 1:
-            notes.append(f"{keys[0]} is used, {few(keys[1:])} in the same file is ignored")
+        if ignored := [name for name in dict.fromkeys(known + others) if name != keys[0]]:
+            notes.append(f"{keys[0]} is used, {few(ignored)} in the same file is ignored")
         content = content[keys[0]]
-    under = f"under {' or '.join(CONTAINERS[2:])}"
+    under = "under state_dict or model"
     if not isinstance(content, dict) or not content:
         kind = "nothing" if content == {} else f"a {type(content).__name__}"
         raise WeightsError(f"{path} contains {kind}: expected a state dict, or one {under}")
@@ -318,6 +329,13 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
             f" named tensors, or put them {under}"
         )
     return content
+
+
+def _has_matrices(value: Any) -> bool:
+    """Return whether `value` is a dict of weights, unlike the states of random generators."""
+    return isinstance(value, dict) and any(
+        isinstance(each, Tensor) and each.ndim > 1 for each in value.values()
+    )
 
 
 def _without_wrappers(name: str) -> str:

@@ -14,7 +14,8 @@ the bits of each value do not change. A weight without a row cannot be exported 
     npz            google-research/vision_transformer:vit_jax/models_vit.py; also reads
                    big_vision's names (google-research/big_vision:big_vision/models/vit.py)
     mmpretrain     open-mmlab/mmpretrain:mmpretrain/models/backbones/vision_transformer.py
-    dinov2         facebookresearch/dinov2:dinov2/models/vision_transformer.py
+    dino, dinov2   facebookresearch/dino:vision_transformer.py,
+                   facebookresearch/dinov2:dinov2/models/vision_transformer.py
 
 Programs that put a network into a class of their own prefix its names (`model.`, `net.backbone.`).
 `find_prefix` returns what precedes the name of the patch embedding.
@@ -251,9 +252,17 @@ _DINOV2 = Layout(
     ),
 )
 """The layout of DINOv2's backbones: timm's names and a mask token."""
+_DINO = Layout(
+    "dino",
+    "blocks.",
+    {},
+    sign=r"(dino_)?head\.last_layer\..*",
+    dropped=("head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "mask_token"),
+)
+"""The layout of DINO's training: timm's names and projection heads."""
 LAYOUTS = {
     layout.name: layout
-    for layout in (_torchvision(), _huggingface(), _npz(), _mmpretrain(), _MAE, _DINOV2)
+    for layout in (_torchvision(), _huggingface(), _npz(), _mmpretrain(), _MAE, _DINO, _DINOV2)
 }
 
 
@@ -288,14 +297,15 @@ def find_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
     A prefix is "" or ends with a dot. Among several networks, an average is preferred, as in timm.
     Raises ValueError if no network, or several, is an average.
     """
-    patches = "|".join((r"patch_embed\.proj\.weight", *(each.sign for each in LAYOUTS.values())))
+    signs = (each.sign for each in LAYOUTS.values() if each.rows)
+    patches = "|".join((r"patch_embed\.proj\.weight", *signs))
     found = (re.fullmatch(rf"(?P<prefix>(?:.+?\.)??)(?:{patches})", name) for name in names)
     prefixes = sorted({match["prefix"] for match in found if match}) or [""]
     averages = [prefix for prefix in prefixes if re.search(r"(^|[._])(ema|averaged?)[._]", prefix)]
     chosen = [""] if "" in prefixes else averages if len(prefixes) > 1 else prefixes
     if len(chosen) != 1:
         raise ValueError(
-            f"contains {len(prefixes)} networks ({few(prefixes)}): save the names of one of them"
+            f"contains {len(prefixes)} networks ({few(prefixes)}): save only one of them"
         )
     return chosen[0], [prefix for prefix in prefixes if prefix not in chosen]
 
