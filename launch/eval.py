@@ -177,7 +177,7 @@ def _read(
             return loaded
         try:
             loaded, published = with_published_config(loaded, args.model, root, split)
-            if args.finetune:
+            if args.probes is None:
                 check_head(loaded)
         except ValueError as error:
             if not args.finetune:

@@ -167,7 +167,7 @@ def test_images_in_memory_are_classified_like_their_files(run, tmp_path):
         (np.zeros(4, np.uint8), r"ndarray \(4,\)"),
         (torch.zeros(4, 4, 3, dtype=torch.uint8), r"Tensor torch.Size\(\[4, 4, 3\]\)"),
         (Image.new("F", (4, 4)), "Image F"),
-        (None, "NoneType"),
+        (None, "NoneType "),
     ],
 )
 def test_other_images_in_memory_are_refused(image, kind, run):

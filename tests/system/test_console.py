@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -98,9 +97,5 @@ def test_a_line_longer_than_a_screen_is_cut_in_its_middle():
     assert cut.endswith("x: remedy\nshort")
     first = cut.partition("\n")[0]
     assert len(first) < 24 * 80
-    kept, left_out = (
-        first.count("x"),
-        int(re.search(r"\[([\d,]+) chara", first)[1].replace(",", "")),
-    )
-    assert kept + left_out == 5000
+    assert "x [...] x" in first
     assert redact.printed("y" * 1800) == "y" * 1800

@@ -188,17 +188,6 @@ def test_dinov2s_own_names_are_read_as_by_timm(registers, side, tmp_path):
         assert "dropped, not used for classification: mask_token" in notes
 
 
-def test_a_prefix_is_removed_from_networks_without_patches(tmp_path):
-    model = randomised(timm.create_model("resnet10t", num_classes=7))
-    weights = {f"net.model.{name}": value for name, value in model.state_dict().items()}
-    torch.save({"state_dict": weights}, tmp_path / "last.ckpt")
-    mine = create_model("timm/resnet10t", 64, 7).eval()
-    notes = load_weights(mine, read_weights(tmp_path / "last.ckpt").weights)
-    assert notes == ["the prefix net.model. is removed"]
-    images = torch.rand(2, 3, 64, 64)
-    assert torch.equal(mine(images), model(images))
-
-
 def test_an_error_about_names_says_first_that_none_fits():
     """The head is not what differs, so a new head is no remedy."""
     weights = timm.create_model("resnet10t", num_classes=7).state_dict()

@@ -37,7 +37,7 @@ from vit.training.metrics import (
     paired_difference,
 )
 from vit.training.run_data import choose_settings
-from vit.weights.class_names import check_head, class_mismatch, namings_of, select_classes
+from vit.weights.class_names import class_mismatch, namings_of, select_classes
 from vit.weights.files import LoadedWeights, load_weights
 
 
@@ -101,8 +101,6 @@ def evaluate_weights(
     with world.fail_together():
         if selected:
             loaded = select_classes(loaded, split.class_names)
-        if probes is None:
-            check_head(loaded)
         assert loaded.num_classes is not None, "weights with a config have it"
         if 0 < loaded.num_classes < split.num_classes:
             raise ValueError(

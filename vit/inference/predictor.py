@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-import PIL.Image
-import PIL.ImageOps
 import torch
 from numpy.typing import NDArray
+from PIL import Image as pillow
+from PIL import ImageOps
 from torch import Tensor, nn
 
 from vit.config import io as config_io
@@ -42,7 +42,7 @@ from vit.weights.class_names import IMAGENET_CLASSES, check_head, imagenet_names
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.published import with_published_config
 
-Image = str | os.PathLike[str] | bytes | PIL.Image.Image | NDArray[np.uint8]
+Image = str | os.PathLike[str] | bytes | pillow.Image | NDArray[np.uint8]
 """The path of an image, its encoded bytes, an image of Pillow, or an array: (H, W, 3) uint8 in RGB,
 or (H, W) uint8 in gray."""
 
@@ -101,17 +101,17 @@ def _encoded(image: Any, channels: int, view: EvalConfig) -> bytes:
     """
     is_array = isinstance(image, np.ndarray) and image.dtype == np.uint8
     if is_array and (image.ndim == 2 or image.shape[2:] == (3,)):
-        image = PIL.Image.fromarray(image)
-    is_known = isinstance(image, PIL.Image.Image) and image.mode not in ("I", "F")
-    if not is_known:
-        form = "mode" if isinstance(image, PIL.Image.Image) else "shape"
-        kind = f"{type(image).__name__} {getattr(image, form, '')}".strip()
+        image = pillow.fromarray(image)
+    is_image = isinstance(image, pillow.Image)
+    if not is_image or image.mode in ("I", "F"):
+        form = image.mode if is_image else getattr(image, "shape", "")
         raise ValueError(
-            f"an image is a {kind}: expected a path, encoded bytes, an image of Pillow with"
-            " 8 bits, or an array of uint8, (height, width, 3) in RGB or (height, width) in gray"
+            f"an image is a {type(image).__name__} {form}: expected a path, encoded bytes, an image"
+            " of Pillow with 8 bits, or an array of uint8, (height, width, 3) in RGB or (height,"
+            " width) in gray"
         )
     if view.apply_exif:
-        image = PIL.ImageOps.exif_transpose(image)
+        image = ImageOps.exif_transpose(image)
     encoded = io.BytesIO()
     to_mode(image.copy(), "RGB" if channels == 3 else "L").save(encoded, "PPM")
     return encoded.getvalue()

@@ -64,8 +64,9 @@ ends."""
 _COMMANDS = re.compile(r"\x1b(?!\[[0-9;?]*[A-Za-z])|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 """Matches control characters (window titles, clipboard, bells), except tab, line feed, carriage
 return and CSI sequences."""
-_LONGEST_LINE = 1800
-"""The number of characters of a line to print, a screen of 24 lines of 80 characters."""
+_LONG_LINE = re.compile(r"(?m)^(.{1200}).+(.{600})$")
+"""Matches a line that would fill a screen. Its end is kept, because a message ends with the
+remedy."""
 _known: dict[str, str] = {}
 """Maps every encoding of the secrets that this process has used to its replacement."""
 
@@ -164,17 +165,7 @@ def keep_secret(*secrets: str) -> None:
 
 def printed(message: str) -> str:
     """Return `message` with secrets masked, control characters escaped, and long lines cut."""
-    return "\n".join(map(_within_screen, escape_unprinted(shown(message)).split("\n")))
-
-
-def _within_screen(line: str) -> str:
-    """Return `line` without its middle if it would fill more than a screen."""
-    left_out = len(line) - _LONGEST_LINE
-    if left_out <= 0:
-        return line
-    # The end of a message is its remedy.
-    end = _LONGEST_LINE // 3
-    return f"{line[: _LONGEST_LINE - end]} [{left_out:,} characters left out] {line[-end:]}"
+    return _LONG_LINE.sub(r"\1 [...] \2", escape_unprinted(shown(message)))
 
 
 def escape_unprinted(text: str) -> str:

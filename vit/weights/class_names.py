@@ -69,18 +69,15 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
 
 def _other_numbers(loaded: LoadedWeights, names: Sequence[str]) -> str:
     """Return a warning if published weights have the classes `names` at other labels, or ""."""
-    assert loaded.num_classes is not None, "the caller checks"
-    namings: dict[str, list[str]] = {}
     with suppress(WeightsError):  # timm, which has the names, is not installed
-        namings = namings_of(loaded, loaded.num_classes)
-    found = [naming for naming in namings.values() if {*names} <= {*naming}]
-    if not found or found[0][: len(names)] == list(names):
-        return ""
-    return (
-        f"the model has the data's {len(names):,} classes, but at other labels (label 0 is"
-        f" {names[0]!r} in the data, {found[0][0]!r} in the model), so the accuracy is meaningless:"
-        f" {_SELECT}"
-    )
+        for naming in namings_of(loaded, loaded.num_classes or 0).values():
+            if {*names} <= {*naming} and naming[: len(names)] != list(names):
+                return (
+                    f"the model has the data's {len(names):,} classes, but at other labels (label 0"
+                    f" is {names[0]!r} in the data, {naming[0]!r} in the model), so the accuracy is"
+                    f" meaningless: {_SELECT}"
+                )
+    return ""
 
 
 _SELECT = "match the classes by name with --select-classes or init.select_classes=true"

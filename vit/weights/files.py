@@ -42,9 +42,9 @@ from vit.run_folder import (
 from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.fields import PROGRAM_OPTIONS, TIMM_OPTIONS
-from vit.weights.formats import PARTS_FILES, read_content, readable, renamed
+from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.hub import fetch, in_words, is_hub_name
-from vit.weights.layouts import family_of, find_prefix, layout_of, to_ours
+from vit.weights.layouts import family_of, layout_of, to_ours, without_prefix
 from vit.weights.patches import fit_patches
 from vit.weights.positions import PREFIX_TOKENS, fit_positions
 from vit.weights.save import HUB_FILES
@@ -87,12 +87,6 @@ def load_weights(
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
     }
-    first = next(iter(target))
-    prefix = next((n.removesuffix(first) for n in source if n.endswith(f".{first}")), "")
-    bare = {name.removeprefix(prefix): value for name, value in source.items()}
-    if prefix and not source.keys() & target.keys():
-        notes.append(f"the prefix {prefix} is removed")
-        source = bare
     head = head_prefixes(model)
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
@@ -344,7 +338,7 @@ def _read(path: Path) -> LoadedWeights:
     content = read_content(path)
     metadata = content.metadata
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
-        tensors, notes = _without_prefix(content.tensors, path)
+        tensors, notes = without_prefix(content.tensors, path)
         layout = layout_of(tensors)
         weights, dropped = to_ours(layout, tensors) if layout else (tensors, [])
         settings = path.with_name("config.json")
@@ -374,27 +368,6 @@ def _read(path: Path) -> LoadedWeights:
         raise WeightsError(
             f"{path}: the metadata of its model are damaged: copy it again"
         ) from None
-
-
-def _without_prefix(tensors: dict[str, Tensor], path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights of one network without the prefix of its names, and a note about it."""
-    try:
-        prefix, others = find_prefix(tensors)
-    except ValueError as error:
-        raise WeightsError(f"{path} {error}") from None
-    if not prefix:
-        return tensors, []
-    own = {
-        name: value
-        for name, value in tensors.items()
-        if name.startswith(prefix) or not name.startswith(tuple(others))
-    }
-    num_prefixed = sum(name.startswith(prefix) for name in own)
-    which = "all" if num_prefixed == len(own) else f"{num_prefixed} of {len(own)}"
-    note = f"the prefix {prefix} of {which} names is removed"
-    if others:
-        note = f"{prefix} is used, {few(others)} in the same file is ignored"
-    return renamed(own, lambda name: name.removeprefix(prefix), path), [note]
 
 
 def _stated_grid(

@@ -18,7 +18,7 @@ the bits of each value do not change. A weight without a row cannot be exported 
                    facebookresearch/dinov2:dinov2/models/vision_transformer.py
 
 Programs that put a network into a class of their own prefix its names (`model.`, `net.backbone.`).
-`find_prefix` returns what precedes the name of the patch embedding.
+`without_prefix` removes what precedes the name of the patch embedding.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from vit.system.files import WeightsError
 from vit.system.spelling import few
+from vit.weights.formats import renamed
 
 
 @dataclass(frozen=True)
@@ -291,23 +294,42 @@ def layout_of(names: Iterable[str]) -> Layout | None:
     return by_sign.get(_first_sign(by_sign, names))
 
 
-def find_prefix(names: Iterable[str]) -> tuple[str, list[str]]:
-    """Return the prefix of the network in `names`, and the prefixes of its other networks.
+def without_prefix(
+    tensors: Mapping[str, Tensor], path: Path
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the weights of one network without the prefix of its names, and a note about it.
 
-    A prefix is "" or ends with a dot. Among several networks, an average is preferred, as in timm.
-    Raises ValueError if no network, or several, is an average.
+    Among several networks, an average is preferred, as in timm. Raises WeightsError if no network,
+    or several, is an average.
     """
     signs = (each.sign for each in LAYOUTS.values() if each.rows)
     patches = "|".join((r"patch_embed\.proj\.weight", *signs))
-    found = (re.fullmatch(rf"(?P<prefix>(?:.+?\.)??)(?:{patches})", name) for name in names)
-    prefixes = sorted({match["prefix"] for match in found if match}) or [""]
-    averages = [prefix for prefix in prefixes if re.search(r"(^|[._])(ema|averaged?)[._]", prefix)]
-    chosen = [""] if "" in prefixes else averages if len(prefixes) > 1 else prefixes
+    found = (re.fullmatch(rf"(?P<prefix>(?:.+?\.)??)(?:{patches})", name) for name in tensors)
+    prefixes = sorted({match["prefix"] for match in found if match})
+    if not prefixes or "" in prefixes:
+        return dict(tensors), []
+    chosen = [
+        each
+        for each in prefixes
+        if len(prefixes) == 1 or re.search(r"(^|[._])(ema|averaged?)[._]", each)
+    ]
     if len(chosen) != 1:
-        raise ValueError(
-            f"contains {len(prefixes)} networks ({few(prefixes)}): save only one of them"
+        raise WeightsError(
+            f"{path} contains {len(prefixes)} networks ({few(prefixes)}): save only one of them"
         )
-    return chosen[0], [prefix for prefix in prefixes if prefix not in chosen]
+    [prefix] = chosen
+    others = tuple(each for each in prefixes if each != prefix)
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) or not name.startswith(others)
+    }
+    num_prefixed = sum(name.startswith(prefix) for name in own)
+    which = "all" if num_prefixed == len(own) else f"{num_prefixed} of {len(own)}"
+    note = f"the prefix {prefix} of {which} names is removed"
+    if others:
+        note = f"{prefix} is used, {few(others)} in the same file is ignored"
+    return renamed(own, lambda name: name.removeprefix(prefix), path), [note]
 
 
 def _first_sign(signs: Iterable[str], names: Iterable[str]) -> str:

@@ -30,8 +30,12 @@ def fit_patches(source: dict[str, Tensor], target: Mapping[str, Tensor], model: 
     old = list(weight.shape[2:])
     notes = []
     if old != new and first == "patch_embed.proj":
-        pixels = torch.eye(old[0] * old[1]).unflatten(1, (1, *old))
-        resize = F.interpolate(pixels, new, mode="bicubic", antialias=True).flatten(1)
+        resize = F.interpolate(
+            torch.eye(old[0] * old[1]).unflatten(1, (1, *old)),  # each pixel alone
+            new,
+            mode="bicubic",
+            antialias=True,
+        ).flatten(1)
         weight = (weight.float().flatten(2) @ torch.linalg.pinv(resize.T)).unflatten(2, new)
         notes.append(f"patches resampled from {old[0]}x{old[1]} to {new[0]}x{new[1]} (FlexiViT)")
     if (weight.shape[1], channels) == (3, 1):
