@@ -237,5 +237,5 @@ def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
 def test_an_unsupported_family_is_refused_by_name(tmp_path: Path):
     torch.save(timm.create_model("resnet10t", num_classes=7).state_dict(), tmp_path / "w.pth")
     loaded = read_weights(tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match=r"missing from the source.*unknown to the model"):
+    with pytest.raises(WeightsError, match=r"the weights of a ResNet; no name fits: the source"):
         load_weights(ours("tiny"), loaded.weights)

@@ -107,18 +107,16 @@ def evaluate_weights(
                 f"{split.root}: has {split.num_classes} classes, but {loaded.path} has"
                 f" {loaded.num_classes}: use data with the same classes"
             )
-        classes = ModelClasses(loaded.num_classes, {})
-        if config.eval.sets:
-            classes = ModelClasses(loaded.num_classes, namings_of(loaded, loaded.num_classes))
+        namings = namings_of(loaded, loaded.num_classes) if config.eval.sets else {}
+        classes = ModelClasses(loaded.num_classes, namings)
     groups = open_sets(config, split, classes, world) if loaded.num_classes else []
     with world.fail_together():
         model = create_model(config.model, num_classes=loaded.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
     # DDP is not needed: each rank evaluates its own images, and only the counts are summed.
     model.to(world.device)
-    if world.is_main and (
-        slow := precision_note(config.train.precision, world.device, "--precision")
-    ):
+    slow = precision_note(config.train.precision, world.device, "--precision")
+    if world.is_main and slow:
         print(f"note: {slow}", file=sys.stderr)
 
     by_set = _evaluate_all(model, groups, config, loaded.num_classes, world)
@@ -130,9 +128,8 @@ def evaluate_weights(
         augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
         probed = probes(model, config, split, augment, world)
 
-    if loaded.notes or loaded.class_names is None:  # weights of another program
-        notes = loaded.report(notes)
-    lines = [*notes]
+    is_foreign = bool(loaded.notes) or loaded.class_names is None
+    lines = loaded.report(notes) if is_foreign else [*notes]
     as_json: dict[str, Any] = {"num_images": split.num_samples}
     if by_set:
         accuracy = by_set[VAL][1].accuracy
