@@ -24,7 +24,7 @@ def fit_patches(source: dict[str, Tensor], target: Mapping[str, Tensor], model: 
     """
     first = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv") or "patch_embed.proj"
     name = f"{first}.weight"
-    if name not in source or name not in target or source[name].ndim != 4:
+    if [weights[name].ndim for weights in (source, target) if name in weights] != [4, 4]:
         return []
     weight, (_, channels, *new) = source[name], target[name].shape
     old = list(weight.shape[2:])
