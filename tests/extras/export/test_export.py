@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 from processes import run, train, write_config
 from safetensors.torch import save_file
@@ -63,7 +64,10 @@ def own_logits(subject: Subject, path: Path) -> torch.Tensor:
     """Return the logits of our model for the photo, preprocessed as in our evaluation."""
     config = subject.config
     size = config.model.height_width()
-    image = decode_center(path.read_bytes(), size, config.eval, config.data.interpolation)
+    channels = config.model.in_chans
+    image = decode_center(
+        path.read_bytes(), size, config.eval, config.data.interpolation, channels=channels
+    )
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (config.data.mean, config.data.std))
     with torch.inference_mode():
         return subject.model(((image / 255 - mean) / std)[None])
@@ -270,6 +274,25 @@ def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path
     expected = decode_center(data, size, config.eval, config.data.interpolation)
     levels = namespace["images"][0].transpose(1, 2, 0) * config.data.std + config.data.mean
     assert np.array_equal(np.round(255 * levels), expected.permute(1, 2, 0).numpy())
+
+
+@pytest.mark.parametrize("settings", [{"name": "lamb", "lr": 0.01}, {"name": "lamb"}, {"eps": 0.1}])
+def test_the_recipe_of_the_card_gives_the_settings_of_the_run(settings, tmp_path):
+    subject = subject_of(optim=settings)
+    export("timm", subject, ORIGIN, tmp_path / "out")
+    recipe = re.search(
+        r"```yaml\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL
+    )
+    again = yaml.safe_load(recipe[1])
+    least = {"data": {"root": "-"}, "train": {"steps": 1}}
+    assert from_dict({**least, **again}, "card").optim == subject.config.optim
+
+
+def test_the_code_of_the_card_opens_a_folder_without_class_names(tmp_path, monkeypatch, capsys):
+    subject = replace(subject_of(), class_names=[])
+    export("timm", subject, ORIGIN, tmp_path / "out")
+    photo(tmp_path / "out" / "photo.jpg")
+    assert run_card(tmp_path / "out", monkeypatch)["names"] == range(3)
 
 
 def test_unused_classes_get_names_in_the_export(tmp_path):

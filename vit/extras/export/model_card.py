@@ -168,7 +168,8 @@ def _without_defaults(config: Config) -> dict[str, Any]:
     """Return the settings that differ from the defaults, except paths."""
     least = {"data": {"root": "-"}, "optim": {"name": config.optim.name}, "train": {"steps": 1}}
     plain = config_io.to_dict(config_io.from_dict(least, "defaults"))
-    values: dict[str, Any] = {}
+    # The other optim settings have the defaults of the optimizer, so state which it is.
+    values: dict[str, Any] = {"optim": {"name": config.optim.name}}
     for key, (_, new) in config_io.differences(plain, config_io.to_dict(config)).items():
         section, _, name = key.partition(".")
         if section not in ("run", "log") and key != "data.root":
@@ -251,7 +252,7 @@ data = timm.data.resolve_model_data_config(model)
 transform = timm.data.create_transform(**data, is_training=False)
 with torch.inference_mode():
     logits = model(transform(<PHOTO>)[None])
-names = model.pretrained_cfg["label_names"] or range(model.num_classes)
+names = model.pretrained_cfg.get("label_names") or range(model.num_classes)
 # The same folder for transformers: AutoModelForImageClassification.from_pretrained(".")
 """,
     ),
