@@ -5,11 +5,17 @@
     python launch/export.py runs/vit_b16/weights/best.safetensors --to onnx --out FOLDER
     python launch/export.py vit_b_16-c867db91.pth --to npz --out FOLDER
     python launch/export.py timm/vit_small_patch16_224.augreg_in1k --to onnx --out FOLDER
+    python launch/export.py runs/demo --to hub OWNER/NAME    the Hugging Face Hub
 
 The folder has the weights under the program's names, its config with preprocessing and class names,
 and README.md, a model card with the accuracy and the code that opens the folder. transformers'
 AutoModelForImageClassification also opens a folder of `--to timm`. If the program does not support
 the model, the error lists the programs that do. Exit status: 0 done, 2 a mistake to correct.
+
+`--to hub` writes the folder of `--to timm` with app.py, a Gradio page that classifies photos, and
+pictures of the run's report. It then uploads the folder to the model repository OWNER/NAME. A
+missing repository is created and public: for a private one, first run `hf repos create OWNER/NAME
+--private`. The same command later replaces these files, including the model card.
 """
 
 from __future__ import annotations
@@ -25,9 +31,10 @@ import check_versions  # noqa: F401
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World, join_world
 from vit.extras.export.export import check_holds, export, read_subject
+from vit.extras.export.hub import check_repository, push
 from vit.extras.export.model_card import Origin
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE
+from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 from vit.system.command_line import Parser
 from vit.system.files import sha256_of
 from vit.system.redact import shown
@@ -41,13 +48,10 @@ def main() -> World:
     subject, loaded, published = read_subject(args.path, args.model)
     check_holds(args.to, subject)
     run_dir = _run_of(loaded)
-    if args.out is None:
-        if run_dir is None:
-            raise ValueError(
-                f"{loaded.path} is not in a run folder: pass an output folder with --out"
-            )
-        args.out = run_dir / "export" / args.to
-    origin = _origin(loaded, run_dir, published)
+    folder = args.out or (run_dir and run_dir / "export" / args.to)
+    if folder is None:
+        raise ValueError(f"{loaded.path} is not in a run folder: pass an output folder with --out")
+    origin = _origin(loaded, run_dir, published, args.repository or "")
     suffix = f" ({loaded.which()})" if loaded.which() else ""
     size = subject.config.model.size_text()
     print(
@@ -56,9 +60,20 @@ def main() -> World:
     )
     for note in loaded.notes:
         print(f"  {note}")
-    for line in export(args.to, subject, origin, args.out):
+    lines = export(
+        "timm" if args.to == "hub" else args.to,
+        subject,
+        origin,
+        folder,
+        # A run's own folder for the Hub is replaced, so that the same command updates the
+        # repository.
+        replaces=args.to == "hub" and args.out is None,
+    )
+    for line in lines:
         print(f"  {line}")
-    print(f"{args.out}: complete; its README.md has the code to open it")
+    print(f"{folder}: complete; its README.md has the code to open it")
+    if args.repository:
+        print(f"pushed to {push(folder, args.repository)}")
     return world
 
 
@@ -69,13 +84,19 @@ def _run_of(loaded: LoadedWeights) -> Path | None:
     return folder if (folder / METRICS_FILE).is_file() else None
 
 
-def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Origin:
+def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str, repository: str) -> Origin:
     """Describe where the weights come from, for the model card."""
     lines: list[dict[str, Any]] = read_metrics(run_dir / METRICS_FILE) if run_dir else []
     starts = [line for line in lines if line["kind"] == "start"]
     evaluations = [line for line in lines if line["kind"] == "eval" and line["step"] == loaded.step]
     file = loaded.path / "model.safetensors" if loaded.path.is_dir() else loaded.path
     name = loaded.source["repository"] if loaded.source else loaded.path.absolute().name
+    # These pictures of the report contain no images of the data.
+    pictures = (
+        [run_dir / REPORT_FOLDER / f"{name}.png" for name in ("curves", "confusion")]
+        if run_dir and repository
+        else []
+    )
     return Origin(
         name=run_dir.absolute().name if run_dir else name,
         export_command=shown(" ".join(["python launch/export.py", *sys.argv[1:]])),
@@ -86,6 +107,8 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Orig
         evaluation=evaluations[-1] if evaluations else None,
         published=published,
         source=loaded.source,
+        repository=repository,
+        pictures=tuple(path for path in pictures if path.is_file()),
     )
 
 
@@ -100,7 +123,15 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
             " file, also of another program"
         ),
     )
-    parser.add_argument("--to", choices=PROGRAMS, required=True, help="program for the export")
+    parser.add_argument(
+        "repository",
+        nargs="?",
+        metavar="OWNER/NAME",
+        help="model repository on the Hugging Face Hub, only with --to hub",
+    )
+    parser.add_argument(
+        "--to", choices=(*PROGRAMS, "hub"), required=True, help="program for the export, or hub"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder to write (default: RUN/export/PROGRAM)"
     )
@@ -109,7 +140,15 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="NAME",
         help="timm's name of weights from another program, if the file does not contain it",
     )
-    return parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
+    if (args.to == "hub") != (args.repository is not None):
+        raise ValueError(
+            f"{args.repository or '--to hub'}: expected --to hub OWNER/NAME, or one RUN_OR_FILE and"
+            " another program"
+        )
+    if args.repository is not None:
+        check_repository(args.repository)
+    return args
 
 
 if __name__ == "__main__":

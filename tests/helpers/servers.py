@@ -206,11 +206,13 @@ class _FileHandler(BaseHTTPRequestHandler):
 
 class HubServer(LocalServer):
     """A context manager that serves a Hugging Face Hub with the given `repositories` ({name: {file:
-    bytes}}). Each repository has one commit.
+    bytes}}). Each repository has one commit, which an upload replaces.
 
     No user may read the repositories in `gated`. `licences` maps repository names to the licenses
     on their model cards. `requests` lists the path of each request, and `downloads` lists the files
-    that were sent.
+    that were sent. `writers` maps each token to the owner whose repositories it may write, or to
+    "" for a token that may only read. `refused` maps the end of a path to the status that requests
+    to it get. `uploads` lists the digests of the large files that arrived.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -219,6 +221,10 @@ class HubServer(LocalServer):
         self.licences: dict[str, str] = {}
         self.requests: list[str] = []
         self.downloads: list[str] = []
+        self.writers: dict[str, str] = {}
+        self.refused: dict[str, int] = {}
+        self.uploads: list[str] = []
+        self.large: dict[str, bytes] = {}
         handler = type("Handler", (_HubHandler,), {"hub": self})
         super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), handler))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -236,6 +242,67 @@ class _HubHandler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self.do_GET()
+
+    def do_POST(self) -> None:
+        """Create a repository, say how to send files, and commit them, as the Hub's API does."""
+        path = unquote(urlparse(self.path).path)
+        self.hub.requests.append(path)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [json.loads(line) for line in body.splitlines()]
+        if path == "/api/repos/create":
+            name = f"{lines[0]['organization']}/{lines[0]['name']}"
+        else:
+            name = "/".join(path.removeprefix("/api/models").split("/")[1:3]).removesuffix(".git")
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if path == "/api/validate-yaml":
+            self._send_json({"warnings": [], "errors": []})
+        elif token not in self.hub.writers:
+            self._refuse(401, "")
+        elif self.hub.writers[token] != name.split("/")[0]:
+            self._refuse(403, "")
+        elif status := next((s for end, s in self.hub.refused.items() if path.endswith(end)), 0):
+            self._refuse(status, "", f"not for the login {token}")
+        elif path == "/api/repos/create":
+            exists = name in self.hub.repositories
+            self.hub.repositories.setdefault(name, {".gitattributes": b""})
+            self._send_json({"url": f"{self.hub.url}/{name}"}, 409 if exists else 200)
+        elif "/preupload/" in path:
+            self._send_json({"files": [self._way_of(file["path"]) for file in lines[0]["files"]]})
+        elif path.endswith("/info/lfs/objects/batch"):
+            self._send_json({"objects": [self._place_of(each) for each in lines[0]["objects"]]})
+        else:
+            self._commit(name, lines)
+
+    def do_PUT(self) -> None:
+        """Store a large file at the address that `_place_of` gave."""
+        digest = self.path.rpartition("/")[2]
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        assert hashlib.sha256(content).hexdigest() == digest
+        self.hub.large[digest] = content
+        self.hub.uploads.append(digest)
+        self._send(b"", {})
+
+    def _way_of(self, path: str) -> object:
+        mode = "lfs" if path.endswith((".safetensors", ".png")) else "regular"
+        return {"path": path, "uploadMode": mode, "shouldIgnore": False}
+
+    def _place_of(self, large_file: dict) -> object:
+        is_stored = large_file["oid"] in self.hub.large
+        upload = {"upload": {"href": f"{self.hub.url}/large/{large_file['oid']}"}}
+        return large_file | ({} if is_stored else {"actions": upload})
+
+    def _commit(self, name: str, lines: list[dict]) -> None:
+        added = {}
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                added[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                added[value["path"]] = self.hub.large[value["oid"]]
+        self.hub.repositories[name] = self.hub.repositories[name] | added
+        commit = self.hub.commit_of(name)
+        url = f"{self.hub.url}/{name}/commit/{commit}"
+        self._send_json({"commitUrl": url, "commitOid": commit})
 
     def do_GET(self) -> None:
         """Respond to requests below /api/models/OWNER/REPO and
@@ -278,8 +345,8 @@ class _HubHandler(BaseHTTPRequestHandler):
             for name, content in files.items()
         ]
 
-    def _send_json(self, content: object) -> None:
-        self._send(json.dumps(content).encode(), {"Content-Type": "application/json"})
+    def _send_json(self, content: object, status: int = 200) -> None:
+        self._send(json.dumps(content).encode(), {"Content-Type": "application/json"}, status)
 
     def _send_file(self, name: str, file: str) -> None:
         content = self.hub.repositories[name].get(file)
@@ -291,18 +358,19 @@ class _HubHandler(BaseHTTPRequestHandler):
         tag = f'"{hashlib.sha256(content).hexdigest()}"'
         self._send(content, {"ETag": tag, "X-Repo-Commit": self.hub.commit_of(name)})
 
-    def _send(self, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(200)
+    def _send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _refuse(self, status: int, code: str, message: str = "") -> None:
         self.send_response(status)
         self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", message)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -4,6 +4,7 @@
       -> an error if the library does not support a part of the model      `check_holds`
       -> weights under the library's names, config, preprocessing, card    `export`
       -> check: compare ONNX outputs with the model's, or convert names back and compare weights
+      -> for the Hugging Face Hub, also a page that classifies photos   `vit.extras.export.hub`
 
 The folder is written under a hidden name and renamed once all files are complete.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vit.config import io as config_io
+from vit.extras.export.hub import write_app
 from vit.extras.export.model_card import Origin, model_card
 from vit.layers.parts import grid_size
 from vit.model import create_model
@@ -30,6 +32,7 @@ from vit.system.files import (
     locked_folder,
     remove_leftovers,
     sha256_of,
+    temporary_beside,
     write_json,
 )
 from vit.weights.class_names import check_head
@@ -102,42 +105,48 @@ def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     return height * rows // grid[0], width * columns // grid[1]
 
 
-def check_holds(program: str, subject: Subject) -> None:
-    """Raise WeightsError if the library `program` does not support a part of the model.
+def check_holds(target: str, subject: Subject) -> None:
+    """Raise WeightsError if the library that opens `target` does not support a part of the model.
 
-    The error lists the unsupported parts, and the libraries that support them.
+    target: a library, or `hub`, where timm opens the folder. The error lists the unsupported parts,
+    and the libraries that support them.
     """
+    program = "timm" if target == "hub" else target
     missing = lacking(program, subject.config)
     if missing:
         able = [name for name in PROGRAMS if not lacking(name, subject.config)]
         raise WeightsError(
-            f"--to {program}: the model has {' and '.join(missing)}, which {program} does not"
+            f"--to {target}: the model has {' and '.join(missing)}, which {program} does not"
             f" support: export to {' or '.join(able)} instead"
         )
 
 
-def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
+def export(
+    program: str, subject: Subject, origin: Origin, folder: Path, *, replaces: bool = False
+) -> list[str]:
     """Write the folder atomically, and return lines that describe its files.
 
-    Raises WeightsError if the library does not support the model, the folder exists, or the disk is
-    full.
+    If `replaces` is set, the folder replaces an earlier one. Raises WeightsError if the library
+    does not support the model, the folder exists, or the disk is full.
     """
     check_holds(program, subject)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not replaces and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} already exists: remove it, or pass another folder with --out")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent, folder.name)
+        earlier = temporary_beside(folder)
         temporary, descriptor = locked_folder(folder)
         try:
             lines = _fill(program, subject, origin, temporary)
             temporary.chmod(0o777 & ~_umask())
             if folder.exists():
-                folder.rmdir()  # already checked to be empty
+                os.rename(folder, earlier)
             os.rename(temporary, folder)
             flush(folder.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(earlier, ignore_errors=True)
             os.close(descriptor)
     except OSError as error:
         raise WeightsError(
@@ -165,6 +174,10 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
     # ONNX stores weights above 2 GiB in a second file.
     weights = [path, *folder.glob(f"{path.name}.data")]
     hashes = {file.name: sha256_of(file) for file in weights}
+    if origin.repository:
+        write_app(folder, subject, origin.name)
+    for picture in origin.pictures:
+        shutil.copyfile(picture, folder / picture.name)
     card = model_card(program, subject, origin, hashes)
     (folder / "README.md").write_text(card, encoding="utf-8")
     for file in folder.iterdir():

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from vit.config import io as config_io
 from vit.config.schema import Config
@@ -41,6 +44,10 @@ class Origin:
     """A description of published weights, or "" for weights trained in this run."""
     source: dict[str, str] | None = None
     """The Hugging Face Hub repository, commit and license of the exported weights."""
+    repository: str = ""
+    """The Hugging Face Hub repository to which the folder is pushed, or ""."""
+    pictures: tuple[Path, ...] = ()
+    """The pictures of the run's report to show on the card."""
 
     def begun_from(self) -> dict[str, str] | None:
         """Return the Hub repository, commit and license of the exported or initial weights."""
@@ -68,7 +75,7 @@ def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[s
     if (start := origin.start) is not None:
         rows["Trained by"] = (
             f"`{start.get('command')}`, commit {start.get('git')}, torch {start.get('torch')},"
-            f" {start.get('world_size')} rank(s) on {start.get('device')} ({start.get('host')})"
+            f" {start.get('world_size')} rank(s) on {start.get('device')}"
         )
     lines = [f"| {name} | {_cell(text)} |" for name, text in rows.items()]
     recipe = ""
@@ -83,12 +90,23 @@ The settings that differ from the defaults of the training program:
 {changed}
 ```
 """
+    app = ""
+    if repository := origin.repository:
+        app = f"""
+## Classify photos in the browser
+
+```sh
+hf download {repository} --local-dir model
+cd model && pip install -r requirements.txt && python app.py
+```
+"""
+    pictures = "".join(f"\n![Report: {path.stem}]({path.name})\n" for path in origin.pictures)
     return f"""---
 library_name: {FORMATS[program].library}
 pipeline_tag: image-classification
 tags:
 - image-classification
-{_listed(origin)}---
+{FORMATS[program].tags}{_measured(subject, origin)}{_listed(origin)}---
 # {origin.name}
 
 A Vision Transformer for image classification.
@@ -96,18 +114,36 @@ A Vision Transformer for image classification.
 | | |
 |---|---|
 {chr(10).join(lines)}
-
+{pictures}
 ## Preprocessing
 
 {subject.view.sentence()}
 
 ## Opening it
 
-`pip install torch pillow {FORMATS[program].packages}`; then, in this folder:
+`pip install torch pillow {FORMATS[program].packages}`; then{"" if app else ", in this folder"}:
 
 ```python
-{opening_code(program, subject)}```
-{recipe}"""
+{opening_code(program, subject, repository)}```
+{app}{recipe}"""
+
+
+def _measured(subject: Subject, origin: Origin) -> str:
+    """Return the front matter lines about the measured accuracy, or ""."""
+    top1 = (origin.evaluation or {}).get("top1_ema" if origin.averaged else "top1")
+    if top1 is None:
+        return ""
+    data = shown(subject.config.data.root).rstrip("/").rpartition("/")[2]
+    result = {
+        "task": {"type": "image-classification"},
+        "dataset": {"name": data, "type": data, "split": "validation"},
+        "metrics": [{"type": "accuracy", "value": round(top1 / 100, 6)}],
+    }
+    return yaml.safe_dump(
+        {"model-index": [{"name": origin.name, "results": [result]}]},
+        sort_keys=False,
+        allow_unicode=True,
+    )
 
 
 def _listed(origin: Origin) -> str:
@@ -186,20 +222,16 @@ for number in share.argsort(descending=True)[:5].tolist():
 """
 
 
-def opening_code(program: str, subject: Subject) -> str:
-    """Return Python code that loads the current folder and classifies `photo.jpg`."""
-    colours = "RGB" if len(subject.view.mean) == 3 else "L"
-    opened = 'Image.open("photo.jpg")'
-    photo = f'{opened}.convert("{colours}")'
-    code = FORMATS[program].code
+def opening_code(program: str, subject: Subject, repository: str = "") -> str:
+    """Return Python code that loads the current folder, or `repository` from the Hugging Face Hub
+    with timm, and classifies `photo.jpg`."""
+    code = with_photo(FORMATS[program].code, subject, '"photo.jpg"')
     model = subject.model
     section = subject.config.model
-    if subject.view.apply_exif:
-        code = code.replace("import Image\n", "import Image, ImageOps\n")
-        photo = photo.replace(opened, f"ImageOps.exif_transpose({opened})")
     view = subject.view
-    values = {
-        "PHOTO": photo,
+    values: dict[str, Any] = {
+        "TIMM_NAME": f"hf-hub:{repository}" if repository else "local-dir:.",
+        "REPOSITORY": repository or ".",
         "NUM_CLASSES": subject.num_classes,
         "RESIZED": list(view.cover) if view.squash else view.cover[0],
         "INTERPOLATION": view.interpolation.upper(),
@@ -227,6 +259,17 @@ def opening_code(program: str, subject: Subject) -> str:
     return code.strip() + "\n" + _TOP
 
 
+def with_photo(code: str, subject: Subject, path: str) -> str:
+    """Replace <PHOTO> in `code` by an expression that opens the image `path` for the model."""
+    opened = f"Image.open({path})"
+    if subject.view.apply_exif:
+        code = code.replace("import Image\n", "import Image, ImageOps\n")
+        opened = f"ImageOps.exif_transpose({opened})"
+    return code.replace(
+        "<PHOTO>", f"""{opened}.convert("{"RGB" if len(subject.view.mean) == 3 else "L"}")"""
+    )
+
+
 class Format(NamedTuple):
     """The library that opens an exported folder."""
 
@@ -236,6 +279,8 @@ class Format(NamedTuple):
     """The packages that are needed in addition to torch and pillow."""
     code: str
     """Python code that loads the folder. `<NAME>` stands for a value of `opening_code`."""
+    tags: str = ""
+    """Lines of further tags on the Hugging Face Hub."""
 
 
 FORMATS = {
@@ -247,14 +292,15 @@ import timm
 import torch
 from PIL import Image
 
-model = timm.create_model("local-dir:.", pretrained=True).eval()
+model = timm.create_model("<TIMM_NAME>", pretrained=True).eval()
 data = timm.data.resolve_model_data_config(model)
 transform = timm.data.create_transform(**data, is_training=False)
 with torch.inference_mode():
     logits = model(transform(<PHOTO>)[None])
 names = model.pretrained_cfg.get("label_names") or range(model.num_classes)
-# The same folder for transformers: AutoModelForImageClassification.from_pretrained(".")
+# The same for transformers: AutoModelForImageClassification.from_pretrained("<REPOSITORY>")
 """,
+        tags="- timm\n- transformers\n",
     ),
     "huggingface": Format(
         library="transformers",
