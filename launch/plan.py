@@ -118,7 +118,10 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
     if len(forecast.stages) > 1:
         lines["image sizes"] = _image_sizes(forecast)
     if forecast.data.assumed:
-        lines["data"] += f" and all steps assume ImageNet-1k: {forecast.data.assumed}"
+        lines["data"] += (
+            " and all steps assume ImageNet-1k, because the data cannot be opened here"
+            f" ({forecast.data.assumed})"
+        )
     if forecast.teacher_flops:
         lines["teacher"] = (
             f"{forecast.teacher_flops / 1e9:.2f} GFLOP per image, counted in memory, speed and time"

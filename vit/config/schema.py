@@ -70,7 +70,7 @@ class EvalConfig(Section):
     `crop_pct: 1` it shows the entire image."""
     resizer: Literal["torch", "pillow"] = "torch"
     """Library that resizes: `torch`, or `pillow`, which is slower, but was used for most published
-    numbers. One pixel in 200 differs by one level of 255."""
+    numbers. One pixel in 200 differs by one level of 255, and a few photos by up to 7 levels."""
     apply_exif: bool | None = None
     """Turn images upright by their EXIF orientation, in evaluation, in prediction and in the
     settings of exported models. `None`: as the images of `data.root` were prepared."""

@@ -294,7 +294,7 @@ BEYOND = {
     ),
     "a TIFF of 14 bits": (
         gray_tiff(SIXTEEN >> 2, 14),
-        "a TIFF of too many bits or bands for Pillow",
+        "the TIFF is damaged, or has too many bits or bands for Pillow",
     ),
     "huge tiles": (huge_tiles(), f"40000 x 40000 pixels exceed the limit of {MAX_PIXELS}"),
     "nothing": (b"", "0 bytes"),

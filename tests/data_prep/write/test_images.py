@@ -449,6 +449,10 @@ REFUSED = {
         encode(picture().convert("I"), "TIFF"),
         "the range of pixels of mode I is unknown",
     ),
+    "signature of a PNG": (b"\x89PNG\r\n\x1a\n" + bytes(50), "^the PNG is damaged$"),
+    "signature of a GIF": (b"GIF89a", "^the GIF is damaged$"),
+    "first letter of a PPM": (b"P", "not an image; .*, but the data begin with b'P'"),
+    "signature of a TIFF": (b"II*\0" + bytes(50), "^the TIFF is damaged, or has too many bits"),
     "PostScript": (
         encode(picture(), "EPS"),
         "not an image; .*, but the data begin with b'%!PS-Adobe",

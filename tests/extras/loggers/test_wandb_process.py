@@ -395,6 +395,7 @@ def test_wandb_off_writes_nothing_but_the_record(tmp_path, monkeypatch, setting,
 def test_without_a_key_the_run_continues_and_one_line_has_the_remedy(tmp_path, capfd):
     one_run(tmp_path)
     (message,) = capfd.readouterr().err.splitlines()
-    assert message.startswith("wandb: stopped (UsageError: No API key configured")
+    assert message.startswith("wandb: stopped (not logged in to Weights & Biases, a website")
+    assert "log in with `wandb login`, or hide this line with log.wandb=off" in message
     assert message.endswith(remedy(tmp_path))
     wait_for(lambda: not wandb_pids())

@@ -155,13 +155,24 @@ def _why_not(data: bytes, error: Exception) -> str:
             return f"not an image but {kind}"
         if HEIC_MAGIC.match(data) and not READS_HEIF:
             return f"HEIC photos cannot be read; {how_to_convert('.heic')}"
-        is_tiff = data.startswith((b"II*", b"II+", b"MM\0"))
-        remedy = ": a TIFF of too many bits or bands for Pillow; convert it to 8 bits"
+        if name := _begun_format(data[:16]):
+            remedy = ", or has too many bits or bands for Pillow: convert it to 8 bits"
+            return f"the {name} is damaged{remedy if name == 'TIFF' else ''}"
         return (
             f"not an image; expected one of {', '.join(_formats())}, but the data begin with"
-            f" {data[:16]!r}{remedy if is_tiff else ''}"
+            f" {data[:16]!r}"
         )
     return str(error) or type(error).__name__
+
+
+def _begun_format(head: bytes) -> str:
+    """Return the name of the format of a file that begins with `head`, or ""."""
+    for name in _formats():
+        _, accepts = Image.OPEN[name]
+        # Without a signature, a format accepts everything, and a text means a missing codec.
+        if accepts is not None and accepts(head.ljust(16, b"\0")) is True:
+            return name
+    return ""
 
 
 def _is_jpeg(image: Image.Image) -> bool:
@@ -216,7 +227,10 @@ def _reasons() -> Iterator[None]:
             yield
     except Exception as error:
         # Pillow's plugins raise OSError, SyntaxError, RuntimeError, TypeError and others.
-        raise ValueError(str(error) or type(error).__name__) from None
+        reason = str(error) or type(error).__name__
+        if reason.startswith("decoder error"):  # a number of the C code
+            reason = f"the pixels are damaged ({reason})"
+        raise ValueError(reason) from None
 
 
 def _load(image: Image.Image, mode: str) -> None:

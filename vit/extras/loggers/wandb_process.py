@@ -244,7 +244,14 @@ def _fail(run_dir: Path, mode: str, reason: str, log_line: LogLine) -> NoReturn:
     # Killing W&B's service makes the other thread fail, too. Only the first failure is printed, and
     # the other thread waits here until the process exits.
     _first_failure.acquire()
-    log_line(f"stopped ({reason}); {remedy(run_dir, mode)}")
+    if "No API key" in reason:
+        log_line(
+            "stopped (not logged in to Weights & Biases, a website that shows runs; it is optional:"
+            " log in with `wandb login`, or hide this line with log.wandb=off);"
+            f" {remedy(run_dir, mode)}"
+        )
+    else:
+        log_line(f"stopped ({reason}); {remedy(run_dir, mode)}")
     _leave(run_dir, REPORTED)
 
 
