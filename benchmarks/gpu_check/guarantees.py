@@ -32,6 +32,7 @@ from vit.system.device_memory import bytes_in_use, reset_peak
 from vit.system.device_memory import peak_bytes as measured_peak_bytes
 from vit.training.plan import make_plan
 from vit.training.print_config import IMAGENET_IMAGES
+from vit.training.run_data import choose_settings
 
 CLASSES = 10
 SMALL = (
@@ -71,9 +72,11 @@ MEMORY_TOLERANCE = 0.1
 
 
 def recipe(*overrides: str, name: str = "vit_b16") -> Config:
-    """Load a recipe that needs no data set."""
+    """Load a recipe that needs no data set, with the precision of this machine's devices."""
     path = recipes_folder() / f"{name}.yaml"
-    return load_config(path, ["data.root=none", *overrides])
+    config = load_config(path, ["data.root=none", *overrides])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return choose_settings(config, World(0, 1, device))
 
 
 def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Batch]]:

@@ -64,7 +64,9 @@ class Disk:
         assert trained[:step] == [*range(1, step + 1)], (
             "metrics before a checkpoint must be flushed, because no run repeats their steps"
         )
-        assert [line["step"] for line in lines if line["kind"] == "eval"] == [6][: step // 6]
+        # A slow save may end after the evaluation at step 6.
+        evaluated = [line["step"] for line in lines if line["kind"] == "eval"]
+        assert evaluated[: step // 6] == [6][: step // 6]
         for path in (self.run_dir / "samples").iterdir():
             assert self.is_forced(path)
 

@@ -123,7 +123,7 @@ def test_each_choice_loads_or_is_refused_with_remedies_that_work(recipe, capsys)
         (
             "photos",
             ["init.checkpoint=null"],
-            "init.reset_head of {file}:17 has no effect with init.checkpoint=null",
+            "init.reset_head of {file}:20 has no effect with init.checkpoint=null",
         ),
     ],
 )

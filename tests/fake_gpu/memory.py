@@ -10,7 +10,8 @@ from vit.extras.planner.benchmark import bench
 from vit.extras.planner.benchmark.subject import Wishes, look_at_subject
 
 SETTINGS = (
-    *("data.root=none", "model.name=vit_ti16", "model.depth=2", "train.compile=false"),
+    *("data.root=none", "model.name=vit_ti16", "model.depth=2"),
+    *("train.compile=false", "train.precision=bf16"),
     *("data.global_batch_size=1024", "data.micro_batch_size=64"),
 )
 FIRST_TRIED = 1024

@@ -15,6 +15,7 @@ from vit.distributed.process_group import World, join_world
 from vit.extras.planner.benchmark.step_time import create_step
 from vit.extras.planner.benchmark.subject import synthetic_batches
 from vit.training.plan import make_plan
+from vit.training.run_data import choose_settings
 from vit.training.step_result import StepResult
 
 IMAGENET_IMAGES = 1_281_167
@@ -45,7 +46,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "bf16": (),
         "fp16 clipped": (FP16, "optim.clip_grad_norm=1.0"),
         "fp32": (FP32,),
-        "bf16 residual": ("train.residual_dtype=bf16",),
+        "bf16 residual": ("train.precision=bf16", "train.residual_dtype=bf16"),
         "exact sums": (FP32, "train.exact_over_ranks=true"),
         "norms of layers": ("log.norms_every_steps=1",),
         "no average": ("ema.decay=null",),
@@ -107,6 +108,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
 
 def run(settings: tuple[str, ...], world: World, path: Path) -> None:
     config = load_config(recipes_folder() / "vit_b16.yaml", [*SMALL, *settings])
+    config = choose_settings(config, world)
     plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
     step = create_step(config, plan, NUM_CLASSES, world)
     batches = synthetic_batches(config, config.data.global_batch_size, NUM_CLASSES, world.device)

@@ -89,7 +89,7 @@ class Writer(NamedTuple):
 
 
 def predictions(folder: Path, step: int = 7) -> None:
-    evaluation = SimpleNamespace(predictions=torch.arange(3000))
+    evaluation = SimpleNamespace(predictions=torch.arange(3000), probabilities=torch.ones(3000))
     split = SimpleNamespace(index={"label": np.arange(3000)})
     save_predictions(folder, evaluation, split, step)
 

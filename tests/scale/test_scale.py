@@ -19,6 +19,7 @@ HERE = REPOSITORY / "tests" / "scale"
 OF_A_RANK = {
     "start: ranks meet": 260,  # each rank sends a description of its host once
     "start: hosts compared": 80,
+    "start: rest": 30,  # whether its device has bf16
     "watch: a beat": 80,  # each rank sends a heartbeat every 30 s
 }
 """The number of bytes per rank that rank 0 may read from the store in each part. In all other

@@ -207,6 +207,6 @@ def test_planted_faults_are_found(planted, tmp_path):
 
 def test_a_model_without_a_linear_head_is_refused(planted):
     source = ReportSource(planted, CPU)
-    source.model.head = torch.nn.Identity()
-    with pytest.raises(ValueError, match="VisionTransformer ends in Identity"):
+    source.model.head = torch.nn.ReLU()
+    with pytest.raises(ValueError, match="VisionTransformer ends in ReLU"):
         pooled_features(source, ignore)
