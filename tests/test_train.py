@@ -389,7 +389,7 @@ def test_compiled_blocks_train_as_eager_ones_and_resume(tmp_path, shards):
     ), "compiling must not rename weights"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trains_eagerly_with_a_note_if_compilation_is_impossible(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=3)
     train(config, tmp_path / "eager")

@@ -28,7 +28,7 @@ def web(shards) -> WebServer:
         yield server
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_many_faults_together_change_nothing(web, shards, config, tmp_path):
     train(config, tmp_path / "whole", f"data.root={shards}", ranks=2)
     rng = random.Random(0)

@@ -432,7 +432,7 @@ def test_augmenting_does_not_change_its_arguments(name):
     assert torch.equal(table, before[1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_augmentation_gives_the_same_results():
     config = POLICIES["timm"].model_copy(update={"erasing_prob": 0.7})
     images = random_images(8, 3, 40, 36)

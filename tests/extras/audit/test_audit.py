@@ -146,7 +146,7 @@ def test_a_change_during_training_is_found_with_its_step(place, tmp_path, capsys
     assert re.match(r"the state of the run differs: \d+ tensor\(s\) differ: ", steps[-1][1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_bit_that_flips_in_the_last_step_of_a_stretch_names_its_tensor(place, tmp_path, capsys):
     """No loss of the stretch has used the weight."""
     train_here(place / "tiny.yaml", tmp_path / "run", *KEEP, hooks=(Plant(9, flip_weight),))
@@ -198,7 +198,11 @@ def _place_of(path: Path, name: str) -> int:
     [
         ("train", 8, lambda line: line["losses"].__setitem__(0, 1.5), "steps 7 to 9", (7, "loss")),
         # The repetition writes no line after step 9, so its loss is only in the checkpoint.
-        ("train", 10, lambda line: line["losses"].__setitem__(0, 1.5), "steps 7 to 9", (9, "loss")),
+        pytest.param(
+            *("train", 10, lambda line: line["losses"].__setitem__(0, 1.5)),
+            *("steps 7 to 9", (9, "loss")),
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             *("train", 8, lambda line: line.update(loss=0.5)),
             *("steps 7 to 9", (8, "train line: loss")),
@@ -269,7 +273,7 @@ def steps_with(config: Path, ids: list[int]) -> list[int]:
     return [step + 1 for step in range(12) if np.isin(order.rows(step, 0, 12), ids).any()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_swapped_image_is_found_with_its_step(tmp_path, capsys):
     """Two images trade places, and the index is written again, as by somebody who hides it."""
     shards = make_shards(tmp_path / "data")

@@ -57,6 +57,7 @@ def test_the_memory_of_a_gpu_is_read_from_the_driver(monkeypatch):
     assert gpu_of(torch.device("cpu")) is None
 
 
+@pytest.mark.full
 def test_activation_checkpointing_is_advised_only_if_the_step_then_fits():
     config = small_config()
     again = needed_bytes(small_config("block"))

@@ -203,6 +203,7 @@ def test_the_memory_of_a_timm_model_is_counted():
     assert memory.activations > 4 * MIB
 
 
+@pytest.mark.full
 def test_counting_a_large_model_allocates_no_memory():
     """Six ViT-H blocks need 10 GiB at this batch size, but counting may use at most 1 GiB."""
     huge = with_precision(config_of(model={"name": "vit_h14", "depth": 6}), has_bf16=True)
