@@ -245,13 +245,11 @@ def _fail(run_dir: Path, mode: str, reason: str, log_line: LogLine) -> NoReturn:
     # the other thread waits here until the process exits.
     _first_failure.acquire()
     if "No API key" in reason:
-        log_line(
-            "stopped (not logged in to Weights & Biases, a website that shows runs; it is optional:"
-            " log in with `wandb login`, or hide this line with log.wandb=off);"
-            f" {remedy(run_dir, mode)}"
+        reason = (
+            "not logged in to Weights & Biases, a website that shows runs; it is optional: log in"
+            " with `wandb login`, or hide this line with log.wandb=off"
         )
-    else:
-        log_line(f"stopped ({reason}); {remedy(run_dir, mode)}")
+    log_line(f"stopped ({reason}); {remedy(run_dir, mode)}")
     _leave(run_dir, REPORTED)
 
 
