@@ -239,6 +239,17 @@ def test_no_file_starts_another_program(tmp_path, monkeypatch):
     assert not log.exists()
 
 
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg"])
+def test_libtiff_prints_nothing_about_damaged_images(compression, capfd):
+    image = io.BytesIO()
+    picture(64, 48).save(image, "TIFF", compression=compression)
+    data = bytearray(image.getvalue())
+    data[8:1000] = random.Random(0).randbytes(992)
+    with pytest.raises(ValueError, match="."):
+        decode(bytes(data))
+    assert capfd.readouterr().err == ""
+
+
 def said_to_have(data: bytes, width: int, height: int) -> bytes:
     at = read_header(data).frame_offset + 5
     return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]

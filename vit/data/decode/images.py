@@ -21,17 +21,18 @@ the largest image takes about 0.7 GB plus its window.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image, TiffImagePlugin
+from PIL import Image, TiffImagePlugin, _imaging
 
 import vit.data.decode.native as native
 from vit.data.decode.image_files import HEIC_MAGIC, READS_HEIF, how_to_convert
@@ -135,6 +136,12 @@ def open_image(data: bytes) -> Image.Image:
 def _formats() -> tuple[str, ...]:
     """Return the FORMATS that this Pillow supports, plus HEIF if pillow-heif is installed."""
     Image.init()
+    # libtiff prints lines to stderr that name no file. Pillow has no switch for it, and raises an
+    # exception anyway. A Pillow that is linked statically does not show these functions.
+    with suppress(AttributeError):
+        libtiff = ctypes.CDLL(_imaging.__file__)
+        libtiff.TIFFSetErrorHandler(None)
+        libtiff.TIFFSetWarningHandler(None)
     if READS_HEIF:
         import pillow_heif
 
