@@ -7,6 +7,7 @@ function that reads the image.
 
 from __future__ import annotations
 
+import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -249,7 +250,8 @@ class ArchiveTree(Tree):
         name, offset, size = self._places[self._inside(path)]
         with readable(self.file, (ValueError,), f"{path} cannot be read"):
             data = self.read(Sample("", 0, name, str(self.file), offset, size))
-        yield from data.decode("utf-8-sig", "surrogateescape").splitlines()
+        # splitlines() would also split at other characters than a file.
+        yield from io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=None)
 
 
 def subtree(tree: Tree, names: Iterable[str]) -> Tree:

@@ -85,11 +85,12 @@ def read_layout(
         of_folders, rest = _read_folders(root, rest, choice, with_classes)
         _check_apart(root, of_folders["train"], lists)
         trees = of_folders | trees
+    in_order = {split: trees[split] for split in ("train", "val", "test") if split in trees}
     unused = [
         f"{'/'.join(folder) or 'SOURCE itself'} ({found.folders[folder]:,})"
         for folder in sorted(rest)
     ]
-    return Layout(trees, unused, listed)
+    return Layout(in_order, unused, listed)
 
 
 def _check_apart(root: Tree, train: Tree, lists: Sequence[LabelList]) -> None:

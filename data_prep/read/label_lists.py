@@ -2,11 +2,12 @@
 
     images/cat/1.jpg 0        val_0.JPEG<TAB>n03444034<TAB>0        apple_pie/1005649
 
-Blanks, tabs or commas separate the columns, and the first row may be a header. Without a label, the
-folder of an image is its class. An image may be named without its suffix. Labels are names of
-classes, or numbers whose names are in a file of classes, or follow from the folders or names of the
-images. CUB-200-2011 has one file for each column. A metadata.csv or metadata.jsonl of Hugging Face
-is a list with a header. Lists are recognized by their first rows, which name images of the source.
+Blanks, tabs, commas or semicolons separate the columns, and the first row may be a header. Without
+a label, the folder of an image is its class. An image may be named without its suffix. Labels are
+names of classes, or numbers whose names are in a file of classes, or follow from the folders or
+names of the images. CUB-200-2011 has one file for each column. A metadata.csv or metadata.jsonl of
+Hugging Face is a list with a header. Lists are recognized by their first rows, which name images of
+the source.
 """
 
 from __future__ import annotations
@@ -30,8 +31,16 @@ from vit.data.decode.image_files import EXTENSIONS
 HEAD_ROWS = 20
 """The number of rows that show whether a text is a list of labels."""
 SPLIT_COLUMNS = ("split", "set", "subset", "dataset", "data set", "data_set")
-_IMAGE = re.compile(rf"(.+?(?:{'|'.join(map(re.escape, EXTENSIONS))}))(?:\s+(.*))?$", re.IGNORECASE)
+_IMAGE = re.compile(
+    rf"(.+?(?:{'|'.join(map(re.escape, EXTENSIONS))}))(?:\s+([^\s,;].*))?$", re.IGNORECASE
+)
 """Matches a path with the suffix of an image, and what follows after a blank."""
+_NUMBERS = re.compile(r"\d+(\s+-?[\d.]+)*")
+"""Matches the number of a class, and further columns of numbers."""
+_SPLIT_IN_NAME = re.compile(
+    rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?=[^a-z]|lists?|labels?|sets?|images?|data|annot)"
+)
+"""Matches the split in names of lists such as `val_list.txt` and `trainLabels.csv`."""
 _CLASS_FILE = re.compile(
     r"(.*/)?(class(es|_?names)|categories.*|wnids|synsets|names|labels)\.(txt|csv|tsv)", re.I
 )
@@ -100,15 +109,19 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
         return
     lines: Iterator[str] = filter(str.strip, root.lines(path))
     first = next((line for line in lines if not line.startswith("#")), "")
+    if "\0" in first:
+        raise PrepError(f"{root.file / path}: a text in UTF-16: save it as UTF-8, or remove it")
     lines = chain([first] * bool(first), lines)
+    # Excel writes semicolons where the comma is the decimal point.
+    delimiter = "\t" if "\t" in first else min(",;", key=lambda each: f"{first}{each}".index(each))
     with readable(root.file / path, (ValueError, csv.Error), "not a table"):
         if path.endswith(".jsonl"):
             names = list(json.loads(first))
             yield names
             for row in map(json.loads, lines):
                 yield ["" if row.get(name) is None else str(row[name]).strip() for name in names]
-        elif "\t" in first or ("," in first and not _IMAGE.match(first)):
-            for cells in csv.reader(lines, delimiter="\t" if "\t" in first else ","):
+        elif delimiter == "\t" or (delimiter in first and not _IMAGE.match(first)):
+            for cells in csv.reader(lines, delimiter=delimiter):
                 yield [cell.strip() for cell in cells]
         else:
             yield from map(_split_at_blanks, lines)
@@ -121,10 +134,11 @@ def _by_number(root: Tree, path: str) -> dict[str, str]:
 
 def _split_at_blanks(line: str) -> list[str]:
     """Split a row into the image and its label, which may both contain blanks."""
-    match = _IMAGE.match(line.strip())
+    line = line.strip()
+    match = _IMAGE.match(line)
     file, rest = match.groups("") if match else (*line.split(maxsplit=1), "")[:2]
-    # Columns after a number have other meanings, but the name of a class may have several words.
-    return [file, *(rest.split() if rest[:1].isdecimal() else filter(None, [rest.strip()]))]
+    # Numbers after a number have other meanings, but the name of a class may have several words.
+    return [file, *(rest.split() if _NUMBERS.fullmatch(rest) else filter(None, [rest]))]
 
 
 def _parts(path: str) -> list[str]:
@@ -191,7 +205,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     """Return a list of labels, or why a list is not used, or "" for a text that is no list."""
     rows = list(islice(_rows(root, path), HEAD_ROWS))
     folder, name = os.path.split(path.lower().replace("trainval", "train"))
-    splits = {SPLIT_WORDS.get(word) for word in re.findall("[a-z]+", name)} - {None}
+    splits = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
     splits = splits or {split_of(os.path.basename(folder))}
     split = (splits.pop() or "") if len(splits) == 1 else ""  # train_test_split.txt
     columns: Sequence[int] = range(max(map(len, rows), default=0))
@@ -210,7 +224,8 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     )
     in_folders = all(_class_folder(_parts(_cell(row, file))) for row in rows[has_header:])
     others = [column for column in range(len(rows[0])) if column != file]
-    label, split_column = next(iter(others), None), None
+    # A table may begin with the numbers of its rows.
+    label, split_column = min(others, key=lambda k: (k < file, k), default=None), None
     if has_header:
         values = {k: {_cell(row, k).lower() for row in rows[1:]} for k in others}
         splits_of_rows = [k for k in others if rows[0][k].lower() in SPLIT_COLUMNS]
@@ -218,17 +233,35 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
         names = [rows[0][column] for column in others if column != split_column]
         usual = [name for name in names if name.lower() in LABEL_NAMES]
         label = None
+        place = os.path.join(str(root), path)
+        # The columns of a metadata.csv of Hugging Face may be captions.
+        if names and not (usual or label_column) and in_folders and "metadata." not in name:
+            raise PrepError(
+                f"{place}: it is unclear whether the classes are the folders or in one of the"
+                f" columns {some(names)}: choose a column with --label-column, or use --layout to"
+                " ignore the lists"
+            )
         if names and (usual or label_column or not in_folders):
-            place = os.path.join(str(root), path)
             name = choose_column(place, "--label-column", label_column, usual or names, rows[0])
             label = rows[0].index(name)
+    if not paths and label is not None:
+        labels = [_cell(row, label) for row in islice(_rows(root, path), int(has_header), None)]
+        if len(set(labels)) == len(labels):  # a list of classes, whose numbers name images as well
+            return ""
     split = "" if split_column is not None else split
     start = len(base.split("/")) if base else 0
     below = [each[start:][:1] for each in found.folders if is_inside("/".join(each), base)]
     of_folders = splits_of_folders(chain(*below))
-    of_folders = of_folders if "train" in of_folders.values() and not split else {}
+    if split or split_column is not None or "train" not in of_folders.values():
+        of_folders = {}
     if label is None and not (in_folders and (split or split_column is not None or of_folders)):
         return "contain no labels"
+    if len({place[:-1] for place in places[:2]}) < len(places[:2]):
+        raise PrepError(
+            f"{root}: the images that {path} names are in several folders:"
+            f" {base or 'SOURCE itself'} and {places[1][-1]}: move one of them away, or use"
+            " --layout to ignore the lists"
+        )
     return LabelList(path, split, base, has_header, file, label, split_column, of_folders)
 
 
@@ -244,7 +277,7 @@ def _places(
         hits.update(base for base in bases if _exists(root, _joined(base, *inner, name)))
     # Without folders, the paths of a list of several class folders fit each of them a little.
     for base, number in ((base, n) for base, n in hits.items() if 3 * n >= len(rows)):
-        is_other_split = split not in map(split_of, base.split("/"))
+        is_other_split = (split or "train") not in map(split_of, base.split("/"))
         is_elsewhere = base != os.path.dirname(path)
         yield is_other_split, is_elsewhere, -number, base.count("/"), column, base
 
@@ -272,7 +305,7 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
         for split, path, label in each.rows(root):
             paths = of_list[split][label]
             # A cell of metadata.jsonl may contain a list.
-            if not split or not label or label.startswith("["):
+            if not split or label in ("", "-1") or label.startswith("["):
                 wrong.append(f"{path} ({(label or 'no label') if split else 'no split'})")
             elif paths_of.setdefault(path, paths) is not paths:
                 wrong.append(f"{path} ({split}: {label})")
@@ -328,6 +361,13 @@ def _name_classes(
         return {label: label for label in labels}, ""
     labels_in_order = sorted(labels, key=int)
     numbers = list(map(int, labels_in_order))
+    in_paths: dict[str, dict[int, str]] = {}
+    for source, pattern in _CLASS_IN_PATH.items():
+        found = {
+            int(label): {"".join(re.findall(pattern, path)) for path in paths}
+            for label, paths in of_train.items()
+        }
+        in_paths[source] = {label: min(v) for label, v in found.items() if len(v) == 1}
     candidates: list[tuple[str, Mapping[int, str]]] = []
     for file in files:
         lines = [line.strip() for line in root.lines(file) if line.strip()]
@@ -335,20 +375,24 @@ def _name_classes(
             int(match["first"] or match["last"]): (match["after"] or match["before"]).lstrip("/")
             for match in filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
         }
-        in_order = dict(enumerate(lines, int(numbers[-1] == len(lines))))
+        # If classes were missing, the first line could be class 0 or 1.
+        has_all = len(lines) == numbers[-1] - numbers[0] + 1
+        in_order = dict(enumerate(lines, numbers[0])) if has_all else {}
         candidates += [(file, numbered), (file, in_order)]
-    for source, pattern in () if files else _CLASS_IN_PATH.items():
-        found = {
-            label: {"".join(re.findall(pattern, path)) for path in paths}
-            for label, paths in of_train.items()
-        }
-        candidates.append((source, {int(k): min(v) for k, v in found.items() if len(v) == 1}))
     if not files:
-        candidates.append(("the numbers", dict(zip(numbers, labels_in_order, strict=True))))
+        names_of_numbers = dict(zip(numbers, labels_in_order, strict=True))
+        candidates = [*in_paths.items(), ("the numbers", names_of_numbers)]
     range_of_labels = f"{labels_in_order[0]} to {labels_in_order[-1]}"
     for source, names in candidates:
         of_label = {label: names.get(int(label), "") for label in labels_in_order}
         if len({*of_label.values()} - {""}) == len(labels):
+            for place, others in in_paths.items() if files else ():
+                other = [k for k in others if k in names and names[k] != others[k]]
+                if other and set(others.values()) <= set(names.values()):
+                    raise PrepError(
+                        f"{root}: class {other[0]} is {names[other[0]]} in {source}, but"
+                        f" {others[other[0]]} in {place}: correct or remove {source}"
+                    )
             is_moved = numbers != [*range(len(numbers))]
             moved = f"; {range_of_labels} become the labels from 0 on" * is_moved
             return of_label, f"; class names: {source}{moved}"

@@ -444,3 +444,93 @@ def test_keys_are_the_paths_in_the_list(tmp_path):
         keys = {sample.key for samples in found.splits.values() for sample, _ in samples}
         assert "apple_pie_0" in keys
         assert not any(re.search("images|food", key) for key in keys)
+
+
+# ---- lists that could be read in two ways --------------------------------------------------------
+
+PAIR = ["ant", "bee"]
+
+
+def pair_rows(separator: str, suffix: str = ".jpg", names: list[str] = PAIR) -> list[str]:
+    return [f"{n}{suffix}{separator}{names[n % 2]}" for n in range(20)]
+
+
+def with_split_column() -> Files:
+    """The first rows are of val, and some images of val are in the folder of train."""
+    rows = [f"{'test' if n % 4 > 1 else 'train'}/{n}.jpg" for n in range(20)]
+    files = {row: picture(n % 2, n) for n, row in enumerate(rows)}
+    splits = ["val" if n < 2 else row.partition("/")[0] for n, row in enumerate(rows)]
+    lines = [f"{row},{PAIR[n % 2]},{splits[n]}" for n, row in enumerate(rows)]
+    return files | {"labels.csv": text(["file,label,split", *lines])}
+
+
+def kaggle_cifar() -> Files:
+    """kaggle.com/c/cifar-10: test images have the names of training images"""
+    test = {f"test/{n}.jpg": picture(1 - n % 2, n) for n in range(30)}
+    train = {f"train/{n}.jpg": picture(n % 2, n) for n in range(20)}
+    return test | train | {"trainLabels.csv": text(["id,label", *pair_rows(",", "")])}
+
+
+def folders_and(name: str, lines: list[str]) -> Files:
+    """Class folders whose images are named by numbers, and a list of the classes."""
+    images = {f"{PAIR[n % 2]}/{n // 2}.jpg": picture(n % 2, n) for n in range(20)}
+    return images | {name: text(lines)}
+
+
+UNUSUAL: dict[str, tuple[Files, list[str], dict[str, int]]] = {
+    "semicolons": (
+        FLAT | {"labels.csv": text(["file;label", *pair_rows(";")])},
+        PAIR,
+        {"train": 20},
+    ),
+    "blanks around commas": (FLAT | {"labels.txt": text(pair_rows(" , "))}, PAIR, {"train": 20}),
+    "names that begin with a number": (
+        FLAT | {"labels.txt": text(pair_rows(" ", names=["3d model", "3d printer"]))},
+        ["3d model", "3d printer"],
+        {"train": 20},
+    ),
+    "numbers of rows without a header": (
+        FLAT | {"labels.csv": text([f"{n},{row}" for n, row in enumerate(pair_rows(","))])},
+        PAIR,
+        {"train": 20},
+    ),
+    "a column of splits": (with_split_column(), PAIR, {"train": 8, "val": 2, "test": 10}),
+    "Kaggle's CIFAR-10": (kaggle_cifar(), PAIR, {"train": 20}),
+    "names of lists without blanks": (
+        FLAT
+        | {"trainlist.txt": text(pair_rows(" ")[:15]), "ValLabels.txt": text(pair_rows(" ")[15:])},
+        PAIR,
+        {"train": 15, "val": 5},
+    ),
+    "a list of classes with numbers": (
+        folders_and("labels.txt", ["0 ant", "1 bee"]),
+        PAIR,
+        {"train": 20},
+    ),
+    "a table of classes with numbers": (
+        folders_and("classes.csv", ["id,name", "0,ant", "1,bee"]),
+        PAIR,
+        {"train": 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_a_list_in_an_unusual_form_gets_the_right_labels(name, tmp_path):
+    files, class_names, splits = UNUSUAL[name]
+    found = of(files, tmp_path, val_fraction=None if "val" in splits else 0)
+    assert found.class_names == class_names
+    assert {split: len(samples) for split, samples in found.splits.items()} == splits
+    for samples in found.splits.values():
+        assert all(sample.label == class_of(image) for sample, image in samples)
+
+
+@pytest.mark.parametrize("classes", [["ant", "bee", "cat"], ["name", "ant", "bee"]])
+@pytest.mark.parametrize("first", [0, 1])
+def test_classes_without_numbers_are_counted_from_0_or_1_only_if_all_have_images(
+    classes, first, tmp_path
+):
+    """Otherwise, the first line could be a header, or the name of 0 or of 1."""
+    rows = [f"{n}.jpg {first + n % 2}" for n in range(20)]
+    with pytest.raises(PrepError, match=f"the names of the classes {first} to {first + 1}"):
+        of(FLAT | {"labels.txt": text(rows), "classes.txt": text(classes)}, tmp_path)

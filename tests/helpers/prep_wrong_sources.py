@@ -315,6 +315,24 @@ ARCHIVES = {
             | {f"in/{n}.jpg": image_bytes(n) for n in (1, 2)}
         )
     ),
+    "a file of classes that contradicts the folders of the images": imagefolder(
+        lambda: (
+            filled("cat", "dog")()
+            | {"in/train.txt": b"cat/1.jpg 0\ndog/1.jpg 1\n", "in/classes.txt": b"dog\ncat\n"}
+        )
+    ),
+    "a list whose images are in two folders": imagefolder(
+        lambda: filled("images", "masks")() | {"in/labels.csv": b"file,label\n1.jpg,cat\n"}
+    ),
+    "a list with a column that may contain the classes, beside class folders": imagefolder(
+        lambda: (
+            filled("part1", "part2")()
+            | {"in/labels.csv": b"file,breed\npart1/1.jpg,cat\npart2/1.jpg,cat\n"}
+        )
+    ),
+    "a list in UTF-16": imagefolder(
+        lambda: filled("cat", "dog")() | {"in/train.txt": "cat/1.jpg cat\n".encode("utf-16")}
+    ),
     "two lists of the same split": imagefolder(
         lambda: (
             {f"in/train_{name}.txt": b"1.jpg cat\n2.jpg dog\n" for name in ("fine", "coarse")}
