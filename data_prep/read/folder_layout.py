@@ -85,7 +85,7 @@ def read_layout(
         of_folders, rest = _read_folders(root, rest, choice, with_classes)
         _check_apart(root, of_folders["train"], lists)
         trees = of_folders | trees
-    in_order = {split: trees[split] for split in ("train", "val", "test") if split in trees}
+    in_order = dict(sorted(trees.items(), key=lambda item: ("train", "val", "test").index(item[0])))
     unused = [
         f"{'/'.join(folder) or 'SOURCE itself'} ({found.folders[folder]:,})"
         for folder in sorted(rest)

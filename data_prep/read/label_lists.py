@@ -206,8 +206,8 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     rows = list(islice(_rows(root, path), HEAD_ROWS))
     folder, name = os.path.split(path.lower().replace("trainval", "train"))
     splits = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
-    splits = splits or {split_of(os.path.basename(folder))}
-    split = (splits.pop() or "") if len(splits) == 1 else ""  # train_test_split.txt
+    splits = splits or {split_of(os.path.basename(folder)) or ""}
+    split = splits.pop() if len(splits) == 1 else ""  # train_test_split.txt
     columns: Sequence[int] = range(max(map(len, rows), default=0))
     # The number of a class may be the name of an image as well.
     paths = [c for c in columns if all(_IMAGE.match(_cell(row, c)) for row in rows[1:] or rows)]

@@ -79,22 +79,23 @@ def test_a_prefix_of_all_names_is_removed(prefix, program, tmp_path):
     assert notes == ([f"the prefix {left} of all names is removed"] if left else [])
 
 
-def test_a_prefix_of_some_names_is_removed_and_others_are_named(tmp_path):
-    """In a class with a backbone and a head, only the backbone has a prefix."""
+@pytest.mark.parametrize("outer", ["", "model.", "net.vit."])
+def test_a_prefix_of_some_names_is_removed_and_others_are_named(outer, tmp_path):
+    """In a class with a backbone and a head, only the backbone has a prefix of its own."""
     model = timm_model()
     weights = {
-        name if name.startswith("head") else f"backbone.{name}": value
+        outer + (name if name.startswith("head") else f"backbone.{name}"): value
         for name, value in model.state_dict().items()
     }
     path = tmp_path / "w.pth"
     torch.save(weights, path)
     mine, notes = loaded_from(path)
     assert torch.equal(mine(IMAGES), model(IMAGES))
-    assert notes == ["the prefix backbone. of 30 of 32 names is removed"]
+    assert notes == [f"the prefix {outer}backbone. of 30 of 32 names is removed"]
     torch.save({**weights, "criterion.weight": torch.ones(7)}, path)
     with pytest.raises(WeightsError, match=r"model: 1 unknown to the model: criterion.weight\Z"):
         loaded_from(path)
-    torch.save({**weights, "backbone.head.bias": torch.ones(7)}, path)
+    torch.save({**weights, f"{outer}backbone.head.bias": torch.ones(7)}, path)
     with pytest.raises(WeightsError, match=r"duplicate weights after prefixes are removed: 33"):
         read_weights(path)
 
@@ -110,10 +111,14 @@ def test_the_average_is_preferred_among_networks_of_one_file(tmp_path):
         for prefix, network in networks.items()
         for name, value in network.state_dict().items()
     }
-    torch.save({"state_dict": weights}, tmp_path / "w.ckpt")
+    count = {"ema_model.n_averaged": torch.tensor(9)}
+    torch.save({"state_dict": {**count, **weights}}, tmp_path / "w.ckpt")
     mine, notes = loaded_from(tmp_path / "w.ckpt")
     assert torch.equal(mine(IMAGES), average(IMAGES))
-    assert notes == ["ema_model. is used, model. in the same file is ignored"]
+    assert notes == [
+        "the average of 9 updates (torch.optim.swa_utils.AveragedModel)",
+        "ema_model. is used, model. in the same file is ignored",
+    ]
     torch.save({f"student.{name}": value for name, value in weights.items()}, tmp_path / "w.ckpt")
     mine, _ = loaded_from(tmp_path / "w.ckpt")
     two = {name.replace("ema_model", "encoder_k"): value for name, value in weights.items()}
@@ -210,6 +215,7 @@ def test_an_error_about_names_says_first_that_none_fits():
         (["model_state_dict"], []),  # PyTorch's tutorial
         (["net"], []),
         (["model", "ema"], ["ema is used, model in the same file is ignored"]),
+        (["swa_model", "model"], ["swa_model is used, model in the same file is ignored"]),
         (["state_dict", "raw"], ["state_dict is used, raw in the same file is ignored"]),
         (["target_encoder", "encoder"], ["target_encoder is used, encoder in the same file"]),
     ],

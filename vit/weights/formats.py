@@ -37,6 +37,8 @@ CONTAINERS = (
     "state_dict_ema",
     "model_ema",
     "ema",
+    "swa_model",
+    "swa_state_dict",
     "state_dict",
     "model",
     "teacher",
@@ -113,10 +115,11 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     opened, metadata = _open(path, head)
     notes: list[str] = []
     tensors = renamed(_unpack(opened, path, notes), _without_wrappers, path)
-    num_averaged = tensors.pop("n_averaged", None)
-    if num_averaged is not None:
+    # It is not a weight. A class around the average prefixes this name as well.
+    for name in [name for name in tensors if name.rpartition(".")[2] == "n_averaged"]:
+        num_averaged = int(tensors.pop(name))
         notes.append(
-            f"the average of {int(num_averaged):,} updates (torch.optim.swa_utils.AveragedModel)"
+            f"the average of {num_averaged:,} updates (torch.optim.swa_utils.AveragedModel)"
         )
     args = opened.get("args")
     options = vars(args) if isinstance(args, argparse.Namespace) else args

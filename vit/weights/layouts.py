@@ -26,6 +26,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 import torch
@@ -324,12 +326,19 @@ def without_prefix(
         for name, tensor in tensors.items()
         if name.startswith(prefix) or not name.startswith(others)
     }
+
+    def rename(name: str) -> str:
+        # The class around the network may have the head: net.backbone.norm.bias, net.head.bias.
+        parts = name.split(".")
+        num_common = sum(takewhile(bool, map(eq, parts, prefix.split("."))))
+        return ".".join(parts[num_common:])
+
     num_prefixed = sum(name.startswith(prefix) for name in own)
     which = "all" if num_prefixed == len(own) else f"{num_prefixed} of {len(own)}"
     note = f"the prefix {prefix} of {which} names is removed"
     if others:
         note = f"{prefix} is used, {few(others)} in the same file is ignored"
-    return renamed(own, lambda name: name.removeprefix(prefix), path), [note]
+    return renamed(own, rename, path), [note]
 
 
 def _first_sign(signs: Iterable[str], names: Iterable[str]) -> str:
