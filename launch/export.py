@@ -20,6 +20,7 @@ missing repository is created and public: for a private one, first run `hf repos
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -99,7 +100,7 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str, reposit
     )
     return Origin(
         name=run_dir.absolute().name if run_dir else name,
-        export_command=shown(" ".join(["python launch/export.py", *sys.argv[1:]])),
+        export_command=f"python launch/export.py {shlex.join(map(shown, sys.argv[1:]))}",
         sha256=sha256_of(file),
         step=loaded.step,
         averaged=loaded.averaged,

@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from vit.config.schema import LogConfig
 from vit.loggers.lines import numbers_of, read_metrics
-from vit.loggers.record import Record
+from vit.loggers.record import Record, provenance
 from vit.run_folder import METRICS_FILE, RunLock
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,20 @@ def written(folder: Path) -> list[dict]:
 
 
 # --- metrics.jsonl --------------------------------------------------------------------------------
+
+
+def test_the_recorded_command_can_be_pasted_into_a_shell(monkeypatch):
+    arguments = [
+        "data.filter=min(width, height) >= 64",
+        "run.dir=runs/it's mine",
+        "data.root=https://${SAS}/x",
+    ]
+    monkeypatch.setattr(sys, "argv", ["launch/train.py", *arguments, "stream.urls=s3://me:key@b"])
+    monkeypatch.setenv("MY_TOKEN", "it's secret")
+    command = provenance()["command"]
+    assert shlex.split(command) == ["launch/train.py", *arguments, "stream.urls=s3://***@b"]
+    monkeypatch.setattr(sys, "argv", ["launch/train.py", "x=it's secret"])
+    assert shlex.split(provenance()["command"])[1] == "x=${MY_TOKEN}"
 
 
 def test_each_line_is_on_disk_as_soon_as_it_is_written(tmp_path):

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -294,7 +295,8 @@ def provenance() -> dict[str, str]:
     if torch.cuda.is_available():
         host += f", {torch.cuda.get_device_name()}"
     return {
-        "command": shown(" ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
+        # Masked before quotes are added, which could hide the end of a secret.
+        "command": shlex.join(map(shown, [os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
         "git": git.strip() or "not a git checkout",
         "code": code_sha256(),
         "python": platform.python_version(),

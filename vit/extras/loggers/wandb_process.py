@@ -187,7 +187,8 @@ def _open_run(
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text("utf-8")) if config_file.exists() else {}
     provenance = {key: start[key] for key in PROVENANCE if key in start}
-    sys.argv = start.get("command", "").split() or sys.argv  # W&B records this as the run's command
+    # W&B records this as the run's command.
+    sys.argv = shlex.split(start.get("command", "")) or sys.argv
     run = wandb.init(
         project=project,
         name=run_dir.resolve().name,
