@@ -61,6 +61,18 @@ def test_the_average_of_torchvisions_references_is_preferred(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_the_head_that_replaces_torchvisions_is_read(in_sequence, tmp_path):
+    """Tutorials write `model.heads = torch.nn.Linear(...)`, or a Sequential with such a layer."""
+    model = theirs("torchvision", ours("tiny"))
+    head = torch.nn.Linear(model.hidden_dim, 7)
+    model.heads = torch.nn.Sequential(head) if in_sequence else head
+    model = randomised(model)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    mine, _ = loaded_from(tmp_path / "w.pth")
+    torch.testing.assert_close(mine(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
+
+
 PREFIXES = ["model.", "net.", "backbone.", "module._orig_mod.", "model.module.net.backbone.", "v."]
 
 

@@ -118,8 +118,13 @@ def _torchvision() -> Layout:
             "head.{p}": Row(("heads.head.{p}",)),
         },
         sign=r"conv_proj\.weight|encoder\.pos_embedding",
-        # Published files still use the names from before torchvision 0.13.
-        other_names=((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
+        other_names=(
+            # Published files still use the names from before torchvision 0.13.
+            (r"\.mlp\.linear_1\.", ".mlp.0."),
+            (r"\.mlp\.linear_2\.", ".mlp.3."),
+            # Tutorials replace the head by `model.heads = nn.Linear(...)`.
+            (r"^heads\.(0\.)?(weight|bias)$", r"heads.head.\2"),
+        ),
     )
 
 
