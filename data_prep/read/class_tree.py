@@ -175,6 +175,8 @@ class TarFolder(Tree):
                 ignored.count(name)
 
     def find(self) -> Found:
+        for name in filter(split_of, self.folders()):
+            list(self.images(name, Ignored()))  # raises PrepError
         return Found(Counter((name,) for name in self.folders()), [])
 
 

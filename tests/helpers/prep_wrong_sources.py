@@ -347,6 +347,12 @@ ARCHIVES = {
             f"in/{n}.tar": tar_of([("1.jpg", image_bytes(1)), ("1.cls", b"0")]) for n in (0, 1)
         }
     ),
+    "tars of splits in place of class tars": imagefolder(
+        lambda: {
+            f"in/{split}.tar": tar_of([(f"{n}/1.jpg", image_bytes(1)) for n in ("cat", "dog")])
+            for split in ("train", "val")
+        }
+    ),
     "an archive without images in folders": imagefolder(lambda: {"in": zip_of({"1.txt": b"x"})}),
     "`--sha256` without `--download`": imagefolder(
         filled("cat", "dog"), flags=("--sha256", "0" * 64)
