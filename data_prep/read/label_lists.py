@@ -114,13 +114,14 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
     lines = chain([first] * bool(first), lines)
     # Excel writes semicolons where the comma is the decimal point.
     delimiter = "\t" if "\t" in first else min(",;", key=lambda each: f"{first}{each}".index(each))
+    match = _IMAGE.match(first)
     with readable(root.file / path, (ValueError, csv.Error), "not a table"):
         if path.endswith(".jsonl"):
             names = list(json.loads(first))
             yield names
             for row in map(json.loads, lines):
                 yield ["" if row.get(name) is None else str(row[name]).strip() for name in names]
-        elif delimiter == "\t" or (delimiter in first and not _IMAGE.match(first)):
+        elif delimiter == "\t" or (delimiter in first and not (match and match[2])):
             for cells in csv.reader(lines, delimiter=delimiter):
                 yield [cell.strip() for cell in cells]
         else:
@@ -230,7 +231,8 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
         values = {k: {_cell(row, k).lower() for row in rows[1:]} for k in others}
         splits_of_rows = [k for k in others if rows[0][k].lower() in SPLIT_COLUMNS]
         split_column = next((k for k in splits_of_rows if values[k] <= SPLIT_WORDS.keys()), None)
-        names = [rows[0][column] for column in others if column != split_column]
+        # pandas writes the numbers of rows without a name.
+        names = [rows[0][k] for k in others if k != split_column and rows[0][k]]
         usual = [name for name in names if name.lower() in LABEL_NAMES]
         label = None
         place = os.path.join(str(root), path)
@@ -251,9 +253,8 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     split = "" if split_column is not None else split
     start = len(base.split("/")) if base else 0
     below = [each[start:][:1] for each in found.folders if is_inside("/".join(each), base)]
-    of_folders = splits_of_folders(chain(*below))
-    if split or split_column is not None or "train" not in of_folders.values():
-        of_folders = {}
+    of_folders = {} if split or split_column is not None else splits_of_folders(chain(*below))
+    of_folders = of_folders if "train" in of_folders.values() else {}
     if label is None and not (in_folders and (split or split_column is not None or of_folders)):
         return "contain no labels"
     if len({place[:-1] for place in places[:2]}) < len(places[:2]):
@@ -375,9 +376,11 @@ def _name_classes(
             int(match["first"] or match["last"]): (match["after"] or match["before"]).lstrip("/")
             for match in filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
         }
-        # If classes were missing, the first line could be class 0 or 1.
+        # If classes were missing, the first line could be class 0 or 1. If only folders have the
+        # training images, the numbers could be those of the sorted folders.
         has_all = len(lines) == numbers[-1] - numbers[0] + 1
-        in_order = dict(enumerate(lines, numbers[0])) if has_all else {}
+        is_clear = has_all and (of_train or lines == sorted(lines))
+        in_order = dict(enumerate(lines, numbers[0])) if is_clear else {}
         candidates += [(file, numbered), (file, in_order)]
     if not files:
         names_of_numbers = dict(zip(numbers, labels_in_order, strict=True))
@@ -387,8 +390,8 @@ def _name_classes(
         of_label = {label: names.get(int(label), "") for label in labels_in_order}
         if len({*of_label.values()} - {""}) == len(labels):
             for place, others in in_paths.items() if files else ():
-                other = [k for k in others if k in names and names[k] != others[k]]
-                if other and set(others.values()) <= set(names.values()):
+                other = [k for k in others if names[k] != others[k]]
+                if other and {*others.values()} == {*of_label.values()}:
                     raise PrepError(
                         f"{root}: class {other[0]} is {names[other[0]]} in {source}, but"
                         f" {others[other[0]]} in {place}: correct or remove {source}"
@@ -397,6 +400,6 @@ def _name_classes(
             moved = f"; {range_of_labels} become the labels from 0 on" * is_moved
             return of_label, f"; class names: {source}{moved}"
     raise PrepError(
-        f"{root}: {some(files)}: expected the names of the classes {range_of_labels}, one per line"
-        " in this order or with the numbers; correct or remove this file"
+        f"{root}: {some(files)}: expected the names of the classes {range_of_labels} with these"
+        " numbers, or one per line if their order is clear; correct or remove this file"
     )

@@ -494,6 +494,21 @@ UNUSUAL: dict[str, tuple[Files, list[str], dict[str, int]]] = {
         PAIR,
         {"train": 20},
     ),
+    "numbers of rows by pandas": (
+        FLAT
+        | {
+            "labels.csv": text(
+                [",file,breed", *(f"{n},{row}" for n, row in enumerate(pair_rows(",")))]
+            )
+        },
+        PAIR,
+        {"train": 20},
+    ),
+    "the class first, without a header": (
+        FLAT | {"labels.csv": text([",".join(row.split()[::-1]) for row in pair_rows(" ")])},
+        PAIR,
+        {"train": 20},
+    ),
     "a column of splits": (with_split_column(), PAIR, {"train": 8, "val": 2, "test": 10}),
     "Kaggle's CIFAR-10": (kaggle_cifar(), PAIR, {"train": 20}),
     "names of lists without blanks": (
@@ -534,3 +549,16 @@ def test_classes_without_numbers_are_counted_from_0_or_1_only_if_all_have_images
     rows = [f"{n}.jpg {first + n % 2}" for n in range(20)]
     with pytest.raises(PrepError, match=f"the names of the classes {first} to {first + 1}"):
         of(FLAT | {"labels.txt": text(rows), "classes.txt": text(classes)}, tmp_path)
+
+
+def test_numbers_of_classes_in_folders_need_a_sorted_or_numbered_list(tmp_path):
+    """ImageFolder numbers sorted folders, but Tiny-ImageNet's wnids.txt is not sorted."""
+    files = {f"val/{n}.jpg": picture(n % 2, n) for n in range(20)}
+    files |= {f"train/{PAIR[n % 2]}/{n}.jpg": picture(n % 2, n) for n in range(20)}
+    files["val.txt"] = text([f"{n}.jpg {n % 2}" for n in range(20)])
+    for number, lines in enumerate((PAIR, ["1 bee", "0 ant"])):
+        found = of(files | {"wnids.txt": text(lines)}, tmp_path / str(number))
+        assert found.class_names == PAIR
+        assert all(sample.label == class_of(image) for sample, image in found.splits["val"])
+    with pytest.raises(PrepError, match=r"wnids.txt: expected the names of the classes"):
+        of(files | {"wnids.txt": text(PAIR[::-1])}, tmp_path / "unsorted")
