@@ -65,7 +65,7 @@ def read_layout(
     """
     found = root.find()
     folders = {folder for folder in found.folders if folder[:1] != (out_name,)}
-    outer = _inner_folder(folders)
+    outer = min(folders) if len(folders) == 1 else _inner_folder(folders)
     # A list is beside an outer folder or in a folder there, but not among the images of a class.
     texts = [
         path

@@ -48,10 +48,10 @@ _NUMBERED_CLASS = re.compile(
     r"(?P<first>\d+)[\s,:]+(?P<after>.+)|(?P<before>.+?)[\s,]+(?P<last>\d+)"
 )
 _CLASS_IN_PATH = {
-    "the folders": r"([^/]+)/[^/]+$",
-    "the names of the images": r"([^/]*?)[\W_]*\d+\.\w+$",
+    "the folders": r"(?:.*/)?([^/]+)/[^/]+$",
+    "the names of the images": r"(?:.*/)?([^/]*?)[\W_]*\d+\.\w+$",
 }
-"""Patterns for the name of a class in the path of an image."""
+"""Patterns for the name of a class in the path of an image, which match at its start."""
 
 
 class LabelList(NamedTuple):

@@ -509,6 +509,12 @@ UNUSUAL: dict[str, tuple[Files, list[str], dict[str, int]]] = {
         PAIR,
         {"train": 20},
     ),
+    "a list in a folder beside all images": (
+        {f"photos/{name}": image for name, image in FLAT.items()}
+        | {"photos/lists/train.txt": text(pair_rows(" "))},
+        PAIR,
+        {"train": 20},
+    ),
     "a column of splits": (with_split_column(), PAIR, {"train": 8, "val": 2, "test": 10}),
     "Kaggle's CIFAR-10": (kaggle_cifar(), PAIR, {"train": 20}),
     "names of lists without blanks": (
