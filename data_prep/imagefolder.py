@@ -159,6 +159,8 @@ def _fill(
         )
     for split, tree in zip(list(layout.trees)[1:], held_out, strict=True):
         _fill_held_out(split, tree, labels, ignored, builder)
+        if split != "val":
+            builder.report_held_out(split, 0.0, "")
     builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
     _check_ignored(ignored, max_unreadable, layout, builder)
 

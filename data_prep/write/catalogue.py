@@ -312,7 +312,8 @@ class Builder:
         elif counts and held.any():
             self.report(
                 f"{split} has no image of {some(names)}, so its accuracy does not cover all"
-                f" classes: add images, or remove {split} to hold out a part of train"
+                f" classes: add images, or remove {split}"
+                f"{' to hold out a part of train' if split == 'val' else ''}"
             )
         elif split == "val" and 0 < fraction < 0.2 and held.sum() < 100:
             self.report(

@@ -63,6 +63,19 @@ def test_the_printed_fraction_gives_each_class_an_image(name, counts, lacking, t
     assert "has no image of" not in capsys.readouterr().out
 
 
+def test_a_test_of_one_class_is_reported(tmp_path, capsys):
+    """Lists of test images often have 0 in place of a label."""
+    both = {"a": 20, "b": 20}
+    for split, counts in {"train": both, "val": both, "test": {"a": 3}}.items():
+        folder_of(counts, tmp_path / split)
+    new_catalogue(imagefolder.source(tmp_path), tmp_path / "catalogue", seed=0)
+    line = (
+        "test has no image of b, so its accuracy does not cover all classes: add images, or remove"
+        " test\n"
+    )
+    assert line in capsys.readouterr().out
+
+
 def test_a_given_val_without_a_class_is_reported(tmp_path, capsys):
     """A note also names the classes of the held-out split that an empty folder stands for."""
     for split, counts in {"train": {"a": 4, "b": 4, "c": 4}, "val": {"a": 2}}.items():
