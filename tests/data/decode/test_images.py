@@ -245,7 +245,7 @@ def test_libtiff_prints_nothing_about_damaged_images(compression, capfd):
     picture(64, 48).save(image, "TIFF", compression=compression)
     data = bytearray(image.getvalue())
     data[8:1000] = random.Random(0).randbytes(992)
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         decode(bytes(data))
     assert capfd.readouterr().err == ""
 
