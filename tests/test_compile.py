@@ -14,7 +14,7 @@ from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.distributed.process_group import World
-from vit.layers.blocks import set_residual_dtype
+from vit.layers.blocks import Group, set_residual_dtype
 from vit.layers.image_sizes import take_sizes
 from vit.model import create_model
 from vit.optim.ema import Ema
@@ -23,8 +23,8 @@ from vit.step import TrainStep
 from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
-DEPTH = 12
-"""A depth above 8, which is Dynamo's limit on graphs per function."""
+DEPTH = 27
+"""A depth of nine groups, because Dynamo's limit is eight graphs per function."""
 
 
 class Counter:
@@ -102,6 +102,58 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
     assert graphs.since() == 1
     model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
     assert graphs.since() == 0, "training after an evaluation must not compile another graph"
+
+
+FORMS = [
+    {"drop_path_rate": 0.3, "init_values": 0.1},
+    {"drop_path_rate": 0.3, "drop_path_form": "subset", "drop_path_schedule": "constant"},
+    {"drop_path_rate": 0.3, "drop_path_form": "subset"},
+    {"rope_type": "axial", "reg_tokens": 2, "qk_norm": True},
+]
+
+
+def gradients(model: torch.nn.Module, precision: str) -> list[torch.Tensor]:
+    """Return the logits and the gradients of a step, with the same drops in each call."""
+    images = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        logits = model(images)
+        logits.square().sum().backward()
+    return [logits.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def distance(values: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the largest relative distance of two tensors."""
+    pairs = zip(values, expected, strict=True)
+    return max(float((a - b).norm() / (b.norm() + 1e-6)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("fields", FORMS)
+def test_groups_compute_what_single_blocks_compute(fields, graphs, monkeypatch):
+    single, grouped = (small_vit(16, 6, **fields) for _ in range(2))
+    for model in (single, grouped):
+        torch.nn.init.ones_(model.head.weight)
+    compile_blocks(grouped, backend="aot_eager")
+    expected = gradients(single, "fp32")
+    assert distance(gradients(grouped, "fp32"), expected) < 1e-4
+    if fields != FORMS[0]:
+        return
+
+    for model in (single, grouped):
+        model.zero_grad()
+        set_residual_dtype(model, "bf16")
+    expected = gradients(single, "bf16")
+    assert distance(gradients(grouped, "bf16"), expected) < 0.05
+
+    def with_drops_of_another_block(group, x, rope, kept):
+        return forward(group, x, rope, kept[::-1])
+
+    forward = Group.forward
+    monkeypatch.setattr(Group, "forward", with_drops_of_another_block)
+    torch._dynamo.reset()
+    compile_blocks(grouped, backend="aot_eager")
+    grouped.zero_grad()
+    assert distance(gradients(grouped, "bf16"), expected) > 0.2
 
 
 @pytest.mark.parametrize("mode", ["max-autotune-no-cudagraphs", "reduce-overhead"])
@@ -256,11 +308,12 @@ def test_compiles_each_block_of_a_timm_model(graphs):
     """timm's drop path stores its rate as a Python number, so each block needs its own graph. The
     model has more than eight blocks."""
     torch.manual_seed(0)
-    fields = {"depth": DEPTH, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}
+    depth = 12
+    fields = {"depth": depth, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}
     model = create_model("timm/vit_tiny_patch16_224", 32, 5, **fields).train()
     compile_blocks(model, backend=graphs)
     model(torch.randn(4, 3, 32, 32)).sum().backward()
-    assert graphs.since() == DEPTH
+    assert graphs.since() == depth
     model.eval()(torch.randn(4, 3, 32, 32))
     assert graphs.since() == 2, (
         "expected one graph for the first block, which has no drop path, and one for each other"

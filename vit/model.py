@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from vit.config.schema import ModelConfig
 from vit.layers.arguments import check_arguments, check_images, grid_size, height_width
 from vit.layers.attention_pool import AttentionPool
-from vit.layers.blocks import Blocks
-from vit.layers.drop_path import PatchDropout, add_branch
+from vit.layers.blocks import Blocks, Kept
+from vit.layers.drop_path import DropPaths, PatchDropout, add_branch, drop_path_rates
 from vit.layers.image_sizes import AtSize, OtherSizes
 from vit.layers.init import draw_as, lecun_normal_
 from vit.layers.norm import LayerScale, NormOf, create_norm
@@ -166,18 +166,11 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One pre-norm encoder block: (B, N, D) -> (B, N, D).
 
-    Both residual branches may use LayerScale (`init_values`) and stochastic depth. Stochastic depth
-    either masks branches (`drop_paths`) or selects samples (`rows`, see vit/layers/drop_path.py).
+    Both residual branches may use LayerScale (`init_values`) and stochastic depth.
     """
 
     def __init__(
-        self,
-        dim: int,
-        norm: NormOf,
-        attn: Attention,
-        mlp: nn.Module,
-        drop_paths: tuple[nn.Module, ...],
-        init_values: float | None,
+        self, dim: int, norm: NormOf, attn: Attention, mlp: nn.Module, init_values: float | None
     ):
         super().__init__()
         # Names and order match timm's state dict.
@@ -187,25 +180,21 @@ class Block(nn.Module):
         self.norm2 = norm(dim)
         self.mlp = mlp
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path1, self.drop_path2 = drop_paths
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, *rows: Tensor) -> Tensor:
-        if rows:
-            attn_rows, mlp_rows = rows
-            x = add_branch(x, lambda tokens: self._attn_branch(tokens, rope), attn_rows)
-            return add_branch(x, self._mlp_branch, mlp_rows)
+    def forward(self, x: Tensor, rope: Tensor | None = None, kept: Kept = (None, None)) -> Tensor:
+        """Run both branches. kept: the samples that keep each (`vit.layers.drop_path`)."""
         # The residual path is not normalized, so the model normalizes the output of the last block.
-        # LayerScale and drop path compute in fp32, so convert a sum back to the dtype of `x`.
-        # z' = MSA(LN(z)) + z (equation 2)
-        x = (x + self.drop_path1(self._attn_branch(x, rope))).to(x.dtype)
-        # z = MLP(LN(z')) + z' (equation 3)
-        return (x + self.drop_path2(self._mlp_branch(x))).to(x.dtype)
+        return self.add_mlp(self.add_attn(x, rope, kept[0]), kept[1])
 
-    def _attn_branch(self, x: Tensor, rope: Tensor | None) -> Tensor:
-        return self.ls1(self.attn(self.norm1(x), rope))
+    def add_attn(self, x: Tensor, rope: Tensor | None, kept: Tensor | None) -> Tensor:
+        """Compute z' = MSA(LN(z)) + z (equation 2)."""
+        if rope is not None and rope.shape[1] > 1 and kept is not None and kept.ndim == 1:
+            rope = rope.index_select(1, kept)
+        return add_branch(x, lambda z: self.ls1(self.attn(self.norm1(z), rope)), kept)
 
-    def _mlp_branch(self, x: Tensor) -> Tensor:
-        return self.ls2(self.mlp(self.norm2(x)))
+    def add_mlp(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        """Compute z = MLP(LN(z')) + z' (equation 3)."""
+        return add_branch(x, lambda z: self.ls2(self.mlp(self.norm2(z))), kept)
 
 
 MLPS: dict[str, Callable[..., nn.Module]] = {
@@ -300,11 +289,14 @@ class VisionTransformer(nn.Module):
         attention = partial(Attention, embed_dim, num_heads, head_dim, qkv_bias, qk_norm, norm)
         mlp = partial(MLPS[mlp_layer], embed_dim, int(embed_dim * mlp_ratio), mlp_drop)
 
-        def make_block(*drop_paths: nn.Module) -> Block:
+        def make_block() -> Block:
             attn = attention(rope_type, attn_drop_rate, proj_drop_rate)
-            return Block(embed_dim, norm, attn, mlp(), drop_paths, init_values)
+            return Block(embed_dim, norm, attn, mlp(), init_values)
 
-        self.blocks = Blocks(make_block, depth, drop_path_rate, drop_path_schedule, drop_path_form)
+        rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
+        both_branches = [rate for rate in rates for _ in range(2)]
+        self.drop_paths = DropPaths(both_branches, drop_path_form) if drop_path_rate else None
+        self.blocks = Blocks(*(make_block() for _ in range(depth)))
         self._create_head(norm, num_heads, mlp_ratio, mlp_layer, representation_size)
         self.other_sizes = OtherSizes()
         self.init_weights()
@@ -357,7 +349,11 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits, (B, num_classes), from images, (B, C, H, W) float."""
-        return self.forward_head(self.forward_features(images))
+        x = self._run_blocks(images)
+        if self.global_pool == "token":
+            # The head reads no other token, so the norm need not either.
+            x = x[:, : self.num_prefix_tokens]
+        return self.forward_head(self.norm(x))
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Compute tokens, (B, N, D), from images, (B, C, H, W) float. Prefix tokens come first.
@@ -366,6 +362,10 @@ class VisionTransformer(nn.Module):
         With any other value, they are.
         Raises ValueError if C, H or W differ from the model's, unless `take_sizes` added the size.
         """
+        return self.norm(self._run_blocks(images))
+
+    def _run_blocks(self, images: Tensor) -> Tensor:
+        """Compute the tokens, (B, N, D), before the last norm."""
         other = self.other_sizes.find(images)
         if other is None:
             check_images(images, self.in_chans, self.image_size)
@@ -374,7 +374,7 @@ class VisionTransformer(nn.Module):
         table = None if rope is None else rope.table
         if self.patch_drop is not None:
             x, table = self.patch_drop(x, table)
-        return self.norm(self.blocks(x, table))
+        return self.blocks(x, table, () if self.drop_paths is None else self.drop_paths(x))
 
     def add_tokens(self, x: Tensor, other: AtSize | None = None) -> Tensor:
         """Add prefix tokens and positions to `x`: (B, h*w, D) -> (B, N, D).

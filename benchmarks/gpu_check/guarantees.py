@@ -237,7 +237,7 @@ def _waits_are_errors(device: torch.device) -> Iterator[None]:
 
 def graphs_as_planned(device: torch.device) -> Iterator[Line]:
     """Check that all blocks share one compiled graph in training, and one in evaluation."""
-    config = recipe(*SMALL, "train.compile=true")
+    config = recipe(*SMALL, "model.depth=6", "train.compile=true")  # two groups of blocks
     torch._dynamo.reset()
     step, batches = make_step(config, device)
     images = torch.zeros(8, 3, 64, 64, device=device)

@@ -70,7 +70,7 @@ def test_kept_rows_follow_the_formula_and_other_rows_pass_unchanged(precision, f
     attn_rows = torch.tensor([7, 0, 3, 9, 4, 1])
     mlp_rows = torch.tensor([2, 7, 4])
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        output = block(x, None, attn_rows, mlp_rows)
+        output = block(x, None, (attn_rows, mlp_rows))
         middle = x.clone()
         branch = block.ls1(block.attn(block.norm1(x[attn_rows])))
         middle[attn_rows] = torch.add(x[attn_rows], branch.float(), alpha=10 / 6)
@@ -133,10 +133,9 @@ def test_mean_outputs_and_gradients_equal_the_exact_expectation(form):
 @pytest.mark.parametrize("form", ["mask", "subset"])
 def test_a_schedule_gives_each_block_its_rate(schedule, form):
     fields = {"drop_path_rate": 0.4, "drop_path_schedule": schedule, "drop_path_form": form}
-    blocks = small(5, **fields).blocks
-    rates = blocks.subset_rates or [block.drop_path1.rate for block in blocks]
+    rates = small(5, **fields).drop_paths.rates
     expected = [0.0, 0.1, 0.2, 0.3, 0.4] if schedule == "linear" else [0.4] * 5
-    assert rates == pytest.approx(expected)
+    assert rates[::2] == rates[1::2] == pytest.approx(expected)
 
 
 def test_evaluation_computes_all_rows_and_parameters_keep_their_names():
@@ -180,9 +179,8 @@ def test_unknown_words_are_refused(fields, message):
 def test_the_settings_reach_the_model():
     fields = {"name": "vit_ti16", "drop_path_rate": 0.5, **SUBSET}
     with torch.device("meta"):
-        blocks = create_model(ModelConfig(**fields)).blocks
-        assert (
-            create_model(ModelConfig(name="vit_ti16", drop_path_rate=0.5)).blocks.subset_rates
-            is None
-        )
-    assert blocks.subset_rates == [0.5] * 12
+        subset = create_model(ModelConfig(**fields)).drop_paths
+        mask = create_model(ModelConfig(name="vit_ti16", drop_path_rate=0.5)).drop_paths
+        assert create_model(ModelConfig(name="vit_ti16")).drop_paths is None
+    assert (subset.form, subset.rates) == ("subset", [0.5] * 24)
+    assert mask.form == "mask"

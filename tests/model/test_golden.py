@@ -19,7 +19,6 @@ from torch import Tensor
 
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.layers.drop_path import DropPath
 from vit.layers.posemb import sincos2d_posemb
 from vit.model import create_model
 from vit.optim.groups import parameter_groups
@@ -299,9 +298,9 @@ DROP_PATH = ["deit/vit_b16_300ep", "deit3/vit_b16_800ep", "mae/vit_b16_ft", "vit
 @pytest.mark.parametrize("recipe", DROP_PATH)
 def test_a_recipe_has_its_programs_drop_path_rates(recipe):
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", ["model.embed_dim=48"])
-    paths = [m for m in create_model(config.model).modules() if isinstance(m, DropPath)]
+    rates = create_model(config.model).drop_paths.rates
     theirs = read(recipe)["drop_path"]
-    assert [path.rate for path in paths] == pytest.approx(np.repeat(theirs, 2).tolist())
+    assert rates == pytest.approx(np.repeat(theirs, 2).tolist())
 
 
 @pytest.mark.parametrize("recipe", [*DROP_PATH, "deit/vit_b16_distilled_300ep"])

@@ -14,7 +14,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
 
-from vit.layers.drop_path import DropPath
+from vit.layers.drop_path import DropPaths
 from vit.layers.posemb import sincos2d_posemb
 from vit.model import VisionTransformer, create_model
 from vit.training.model_summary import count_parameters, flops_per_image
@@ -248,18 +248,19 @@ def test_drop_path_drops_whole_samples_at_its_rate_and_keeps_the_mean():
     samples = 20_000
     rate = 0.3
     x = torch.ones(samples, 2, 3)
-    layer = DropPath(rate)
-    output = layer(x)
-    assert torch.equal(output, output[:, :1, :1].expand_as(output))
-    torch.testing.assert_close(output.unique(), torch.tensor([0.0, 1 / (1 - rate)]))
+    layer = DropPaths([rate, 0.0], "mask")
+    factors, undropped = layer(x)
+    assert factors.shape == (samples, 1, 1)
+    torch.testing.assert_close(factors.unique(), torch.tensor([0.0, 1 / (1 - rate)]))
     deviation = math.sqrt(rate * (1 - rate) / samples)
-    assert abs((output[:, 0, 0] == 0).float().mean().item() - rate) < 4 * deviation
-    assert layer.eval()(x) is x
+    assert abs((factors == 0).float().mean().item() - rate) < 4 * deviation
+    assert torch.equal(undropped, torch.ones(samples, 1, 1))
+    assert layer.eval()(x) == ()
 
 
 def test_drop_path_grows_linearly_as_in_timm_or_is_uniform():
     fields = TINY | {"depth": 5, "drop_path_rate": 0.4}
-    rates = [block.drop_path1.rate for block in VisionTransformer(image_size=32, **fields).blocks]
+    rates = VisionTransformer(image_size=32, **fields).drop_paths.rates[::2]
     guest = TimmVisionTransformer(img_size=32, **fields)
     assert rates == pytest.approx(
         [0.0, *(block.drop_path1.drop_prob for block in guest.blocks[1:])]

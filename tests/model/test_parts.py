@@ -336,7 +336,7 @@ def test_drops_random_patches_in_training_and_none_in_evaluation(rope_type):
     torch.manual_seed(0)
     logits = model.train()(x)
     hook.remove()
-    tokens, table = seen[0]
+    tokens, table, _ = seen[0]
     all_tokens = plain.add_tokens(plain.patch_embed(x))
     assert tokens.shape == (3, 3 + int(24 * 0.6), 32)
     assert torch.equal(tokens[:, :3], all_tokens[:, :3])

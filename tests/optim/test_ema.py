@@ -8,7 +8,7 @@ from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from vit.layers.drop_path import DropPath
+from vit.layers.drop_path import DropPaths
 from vit.optim.ema import Ema
 
 
@@ -68,7 +68,7 @@ def test_the_average_follows_as_in_timm():
 
 
 def test_a_constant_buffer_is_not_copied_each_step():
-    model = nn.Sequential(DropPath(0.1), nn.BatchNorm1d(4))
+    model = nn.Sequential(DropPaths([0.1], "mask"), nn.BatchNorm1d(4))
     copied = [id(averaged) for averaged, _ in Ema(model, 0.9)._buffers]
     assert len(copied) == 3, "the average must copy the batch norm's counters"
 

@@ -1,78 +1,85 @@
-"""The sequence of encoder blocks, with stochastic depth and activation checkpointing.
+"""The sequence of encoder blocks, with activation checkpointing, and in groups for compilation.
 
 `vit.model.Block` is one block. `vit.layers.drop_path` chooses the samples that each block computes,
-and `vit.training.compiling` turns activation checkpointing on.
+and `vit.training.compiling` creates the groups, or turns activation checkpointing on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.layers.drop_path import DropPath, choose_rows, drop_path_rates
 from vit.layers.precision import AUTOCAST_DTYPE
+
+Kept = tuple[Tensor, Tensor] | tuple[None, None]
+"""For the two branches of a block, the samples that keep it (`vit.layers.drop_path.add_branch`)."""
+
+
+class Group(nn.Module):
+    """Successive blocks that are compiled as one graph.
+
+    The sum at the end of a block and the norm at the start of the next then become one kernel.
+    """
+
+    def __init__(self, blocks: Sequence[Any]):
+        super().__init__()
+        self.blocks: Any = nn.ModuleList(blocks)
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None, kept: Sequence[Kept]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the tokens after the last block, (B, N, D), and those between the branches."""
+        between = []
+        for block, (attn_kept, mlp_kept) in zip(self.blocks, kept, strict=True):
+            x = block.add_attn(x, rope, attn_kept)
+            between.append(x.detach())
+            x = block.add_mlp(x, mlp_kept)
+            between.append(x.detach())
+        # Nobody reads these tokens. As results they are stored, so the backward pass reads them.
+        # Otherwise the compiler would store each norm's fp32 values for it, which are as large.
+        return x, between[:-1] if torch.is_grad_enabled() else []
 
 
 class Blocks(nn.Sequential):
-    """The encoder blocks in order: (B, N, D) -> (B, N, D).
-
-    make_block: creates a block from the drop path modules of its two branches.
-    """
+    """The encoder blocks in order: (B, N, D) -> (B, N, D)."""
 
     checkpoint_every = 0
     """Every n-th block is checkpointed; 0 turns checkpointing off. A checkpointed block stores only
     its input, and the backward pass recomputes its activations."""
     residual_dtype: torch.dtype | None = None
     """The dtype of the tokens between blocks; None keeps that of the first block's input."""
+    groups: Sequence[Group] = ()
+    """All blocks in groups. Without groups, each block is called by itself."""
 
-    def __init__(
-        self,
-        make_block: Callable[[nn.Module, nn.Module], nn.Module],
-        depth: int,
-        drop_path_rate: float,
-        drop_path_schedule: str,
-        drop_path_form: str,
-    ):
-        rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
-        has_subsets = drop_path_form == "subset"
-        # Blocks with the same structure share one compiled graph, so even the first block, whose
-        # rate is 0, gets a DropPath.
-        has_masks = drop_path_rate > 0 and not has_subsets
+    def forward(self, x: Tensor, rope: Tensor | None = None, kept: Sequence[Tensor] = ()) -> Tensor:
+        """Run all blocks.
 
-        def make_drop_path(rate: float) -> nn.Module:
-            return DropPath(rate) if has_masks else nn.Identity()
-
-        super().__init__(*(make_block(*(make_drop_path(rate) for _ in range(2))) for rate in rates))
-        self.subset_rates = rates if drop_path_rate and has_subsets else None
-
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """Run all blocks. rope: the table of `vit.layers.rope.RotaryEmbedding`.
-
-        The result has the dtype of `x`, because the last norm and the head compute in fp32.
+        rope: the table of `vit.layers.rope.RotaryEmbedding`. kept: the samples that keep each
+        branch, from `vit.layers.drop_path.DropPaths`. The result has the dtype of `x`, because the
+        last norm and the head compute in fp32.
         """
         dtype = x.dtype
         x = x.to(self.residual_dtype or dtype)
-        rows: list[Tensor] = []
-        if self.training and self.subset_rates:
-            # Draw rows outside the blocks. Inside a block, torch.compile would make a graph for
-            # each number of rows.
-            both_branches = [rate for rate in self.subset_rates for _ in range(2)]
-            rows = choose_rows(x.shape[0], both_branches, x.device)
+        pairs: list[Kept] = list(zip(kept[::2], kept[1::2], strict=True))
+        pairs = pairs or [(None, None)] * len(self)
+
+        for group in self.groups:
+            x, _ = group(x, rope, pairs[: len(group.blocks)])
+            pairs = pairs[len(group.blocks) :]
+        if self.groups:
+            return x.to(dtype)
+
         every = self.checkpoint_every if self.training and torch.is_grad_enabled() else 0
-        for number, block in enumerate(self):
-            block_rows = rows[2 * number : 2 * number + 2]
-            block_rope = rope
-            if rope is not None and block_rows and rope.shape[1] > 1:
-                block_rope = rope.index_select(1, block_rows[0])  # samples that compute attention
-            inputs = (x, block_rope, *block_rows)
+        for number, (block, pair) in enumerate(zip(self, pairs, strict=True)):
             if every and number % every == 0:
                 # `checkpoint` restores the random state, so dropout draws the same masks again.
-                x = checkpoint(block, *inputs, use_reentrant=False)
+                x = checkpoint(block, x, rope, pair, use_reentrant=False)
             else:
-                x = block(*inputs)
+                x = block(x, rope, pair)
         return x.to(dtype)
 
 

@@ -4,13 +4,16 @@ In training, some samples of a micro-batch skip a residual branch. The branch is
 other samples, so that the expected output equals the output in evaluation. `model.drop_path_form`
 selects one of two forms:
 
-mask    Each sample skips independently with probability `rate`. `DropPath` multiplies each branch
-        by 0 or 1 / (1 - rate), so even skipped branches are computed.
-subset  Only B * (1 - rate) of B samples, rounded, compute a branch. `choose_rows` draws them for
-        all branches. `add_branch` gathers these samples, computes the branch and adds it back.
-        At rate 0.45 this saves nearly half of the computation. DINOv2 does the same, but truncates
-        instead of rounding (Oquab et al. 2023, arXiv 2304.07193, section 5;
+mask    Each sample skips independently with probability `rate`. A branch is multiplied by 0 or
+        1 / (1 - rate), so even skipped branches are computed.
+subset  Only B * (1 - rate) of B samples, rounded, compute a branch. They are gathered, and their
+        branch is added back. At rate 0.45 this saves nearly half of the computation. DINOv2 does
+        the same, but truncates instead of rounding (Oquab et al. 2023, arXiv 2304.07193, section 5;
         facebookresearch/dinov2:dinov2/layers/block.py).
+
+Both forms draw for all branches before the first block, and `add_branch` adds each branch:
+
+    DropPaths -> for each branch, factors (B, 1, 1) or rows (kept,) -> Block -> add_branch
 
 `PatchDropout` drops patches of images instead of branches.
 """
@@ -21,6 +24,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from vit.layers.precision import branch_dtype
 
 
 def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
@@ -34,38 +39,42 @@ def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
     return [rate * number / max(depth - 1, 1) for number in range(depth)]
 
 
-class DropPath(nn.Module):
-    """The form `mask`: sets a sample's branch to zero with probability `rate` in [0, 1).
+class DropPaths(nn.Module):
+    """Draws the samples that keep each branch, for all branches of a model.
 
-    (B, ...) -> (B, ...). All other samples are scaled by 1 / (1 - rate). In evaluation, nothing is
-    dropped.
+    Draws before the first block. In a block, torch.compile would make a graph for each number of
+    rows, and its backward pass would read draws and rates in place of factors.
+
+    rates: the rate of each branch, in [0, 1). form: "mask" or "subset".
     """
 
-    keep_prob: Tensor
+    keep_probs: Tensor
 
-    def __init__(self, rate: float):
+    def __init__(self, rates: Sequence[float], form: str):
         super().__init__()
-        self.rate = rate
-        # Store the rate in a tensor, because torch.compile makes a graph for each Python number
-        # that a forward pass reads. Every block may have its own rate, and after eight graphs torch
-        # would run eagerly. The rate is a setting that timm's state dicts lack, so the buffer is
-        # not persistent.
-        self.register_buffer("keep_prob", torch.empty(()), persistent=False)
+        self.rates = list(rates)
+        self.form = form
+        # The rates are a setting that timm's state dicts lack, so the buffer is not persistent.
+        self.register_buffer("keep_probs", torch.empty(len(rates), 1), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fill the buffer, for example after `to_empty`."""
-        self.keep_prob.fill_(1.0 - self.rate)
+        self.keep_probs.copy_(1.0 - torch.tensor(self.rates).unsqueeze(1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Sequence[Tensor]:
+        """Return what `add_branch` takes for each branch, for tokens (B, ...); nothing in
+        evaluation."""
         if not self.training:
-            return x
-        # Draw one fp32 number per sample, even under autocast: bf16 has only 128 values in [0.5,
-        # 1), which is too coarse for rate 0.1.
-        shape = (x.shape[0], *(1,) * (x.ndim - 1))
-        mask = torch.rand(shape, device=x.device) < self.keep_prob
-        return x * (mask.to(x.dtype) / self.keep_prob)
+            return ()
+        if self.form == "subset":
+            return choose_rows(x.shape[0], self.rates, x.device)
+        # Draw in fp32 even under autocast: bf16 has only 128 values in [0.5, 1), too coarse for
+        # rate 0.1.
+        draws = torch.rand(len(self.rates), x.shape[0], device=x.device)
+        factors = (draws < self.keep_probs) / self.keep_probs
+        return factors.to(branch_dtype(x))[:, :, None, None].unbind()
 
 
 def num_kept(batch_size: int, rate: float) -> int:
@@ -84,10 +93,19 @@ def choose_rows(batch_size: int, rates: Sequence[float], device: torch.device) -
     return [order[: num_kept(batch_size, rate)] for order, rate in zip(orders, rates, strict=True)]
 
 
-def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return `x`, (B, ...), with `branch(x[rows])` times B / kept added to its `rows`, (kept,)."""
-    added = branch(x.index_select(0, rows)).to(x.dtype)
-    return x.index_add(0, rows, added, alpha=x.shape[0] / rows.shape[0])
+def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], kept: Tensor | None) -> Tensor:
+    """Return `x` + `branch(x)`, in the dtype of `x`, (B, ...).
+
+    kept: without it, all samples keep the branch. Floats are the factors of `DropPaths` for this
+    branch, (B, 1, 1). Integers are rows that keep the branch, (kept,): it is computed for them
+    alone, and multiplied by B / kept.
+    """
+    if kept is None:
+        return (x + branch(x)).to(x.dtype)
+    if kept.is_floating_point():
+        return (x + branch(x) * kept).to(x.dtype)
+    added = branch(x.index_select(0, kept)).to(x.dtype)
+    return x.index_add(0, kept, added, alpha=x.shape[0] / kept.shape[0])
 
 
 class PatchDropout(nn.Module):

@@ -46,6 +46,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+def branch_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a linear layer's output for `x`, which is autocast's if that is on."""
+    kind = x.device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else x.dtype
+
+
 def weight_dtype(*modules: nn.Module) -> torch.dtype:
     """Return the dtype of the first floating-point parameter in `modules`.
 

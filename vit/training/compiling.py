@@ -13,18 +13,23 @@ from torch import Tensor, nn
 from vit.config.schema import TrainConfig
 from vit.distributed.exit import SIGNAL_S
 from vit.distributed.process_group import World
-from vit.layers.blocks import Blocks
+from vit.layers.blocks import Blocks, Group
 
 
 def compile_blocks(
     model: nn.Module, backend: str | Callable[..., Any] = "inductor", mode: str | None = None
 ) -> None:
-    """Compile each of `model.blocks` in place, or the whole model if it has no blocks.
+    """Compile `model.blocks` in place, or the whole model if it has no blocks.
 
-    All blocks of `vit.model` share one graph in training and one in evaluation, so compiling ViT-H
-    takes as long as compiling ViT-B. backend, mode: those of torch.compile.
+    The blocks of `vit.model` are compiled in groups of up to four. All groups share one graph in
+    training and one in evaluation, so compiling ViT-H takes about as long as compiling ViT-B.
+    backend, mode: those of torch.compile.
     """
-    blocks = list(getattr(model, "blocks", [model]))
+    blocks = getattr(model, "blocks", [model])
+    parts = list(blocks)
+    if isinstance(blocks, Blocks) and (size := _group_size(model)) > 1:
+        parts = [Group(parts[start : start + size]) for start in range(0, len(parts), size)]
+        blocks.groups = parts
     # By default, torch switches to dynamic shapes when it sees a second size. A run has only a few
     # image sizes, each for several epochs, so one graph per size is faster.
     num_sizes = 1 + len(getattr(model, "other_sizes", ()))
@@ -34,10 +39,23 @@ def compile_blocks(
     torch._dynamo.config.optimize_ddp = False
     # Blocks of timm models with different drop path rates have one graph each. After 8 graphs (the
     # default limit), torch would run all other blocks uncompiled, even in evaluation.
-    limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks) * num_sizes)
+    limit = max(torch._dynamo.config.recompile_limit, 2 * len(parts) * num_sizes)
     torch._dynamo.config.recompile_limit = limit
-    for block in blocks:
-        block.compile(backend=backend, mode=mode, dynamic=False if num_sizes > 1 else None)
+    for part in parts:
+        part.compile(backend=backend, mode=mode, dynamic=False if num_sizes > 1 else None)
+
+
+def _group_size(model: Any) -> int:
+    """Return how many blocks of a `VisionTransformer` become one graph: a divisor of its depth.
+
+    Three or four remove most seams. In larger groups, compilation takes longer, and the all-reduce
+    of the first group, which overlaps with no backward pass, has more gradients.
+    """
+    rates = set() if model.drop_paths is None else set(model.drop_paths.rates)
+    has_row_counts = len(rates) > 1 and model.drop_paths.form == "subset"
+    if model.blocks.checkpoint_every or has_row_counts:
+        return 1  # A group would be checkpointed as a whole, or have a graph for its own rates.
+    return next(size for size in (3, 4, 2, 1) if len(model.blocks) % size == 0)
 
 
 def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: World) -> str:
@@ -90,8 +108,8 @@ def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
     """Make blocks of `model` store only their inputs, and recompute activations in the backward
     pass.
 
-    blocks_setting: `train.activation_checkpointing`. May be called before or after
-    `compile_blocks`. Raises ValueError for timm models that do not support the setting.
+    blocks_setting: `train.activation_checkpointing`. Call before `compile_blocks`. Raises
+    ValueError for timm models that do not support the setting.
     """
     if blocks_setting == "none":
         return

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from vit.layers.drop_path import DropPath, PatchDropout
+from vit.layers.drop_path import DropPaths, PatchDropout
 from vit.model import create_model
 from vit.training.freeze import frozen_parts
 
@@ -149,7 +149,7 @@ def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
         for name, module in model.named_modules()
         if name
         and ("." not in name or name.startswith("blocks.0."))
-        and not isinstance(module, (nn.Identity, nn.Dropout, DropPath, PatchDropout))
+        and not isinstance(module, (nn.Identity, nn.Dropout, DropPaths, PatchDropout))
     ]
 
 

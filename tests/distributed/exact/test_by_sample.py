@@ -96,8 +96,8 @@ def test_each_layer_draws_independently_and_evaluation_draws_nothing():
     keys.set(0, 0, 0)
     block = model.blocks[1]
     places = [model.pos_drop, block.attn.proj_drop, block.mlp.drop1, block.mlp.drop2]
-    places += [block.drop_path1, block.drop_path2]
-    assert len({tuple(place.keys.tolist()) for place in places}) == len(places)
+    rows = [place.keys for place in places] + list(model.drop_paths.keys)
+    assert len({tuple(row.tolist()) for row in rows}) == len(places) + 2 * len(model.blocks)
     images = torch.randn(4, 3, 16, 16)
     assert torch.equal(model.eval()(images), plain.eval()(images))
     assert model.state_dict().keys() == plain.state_dict().keys()

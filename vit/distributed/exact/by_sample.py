@@ -13,12 +13,14 @@ into one kernel. The cost of drop path is negligible.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.layers.drop_path import DropPath
+from vit.layers.drop_path import DropPaths
+from vit.layers.precision import branch_dtype
 from vit.system.hashing import fold
 
 # torch's unsigned integers lack most operations, so the SplitMix64 constants are signed.
@@ -81,13 +83,39 @@ class DropoutBySample(_BySample):
 
 
 class DropPathBySample(_BySample):
-    """A replacement for `vit.layers.drop_path.DropPath` on inputs (rows, ...)."""
+    """A replacement for timm's `DropPath` on inputs (rows, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
         mask = self._kept(x.shape[0], x.shape[0])
         return x * (mask.view(-1, *(1,) * (x.ndim - 1)) * self.scale).to(x.dtype)
+
+
+class DropPathsBySample(nn.Module):
+    """A replacement for `vit.layers.drop_path.DropPaths` in the form `mask`."""
+
+    keys: Tensor
+    thresholds: Tensor
+    scales: Tensor
+
+    def __init__(self, rates: Sequence[float], keys: Tensor):
+        """Store the rate of each branch, and `keys`, (branches, rows) int64."""
+        super().__init__()
+        self.register_buffer("keys", keys, persistent=False)
+        dropped = torch.tensor(rates, dtype=torch.float64, device=keys.device).unsqueeze(1)
+        thresholds = (dropped * 2**_NUM_BITS).round().long()
+        self.register_buffer("thresholds", thresholds, persistent=False)
+        self.register_buffer("scales", (1.0 / (1.0 - dropped)).float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the factors of each branch, (rows, 1, 1); nothing in evaluation."""
+        if not self.training:
+            return ()
+        keys = self.keys[:, : x.shape[0]]
+        bits = draw_bits(keys.flatten(), 1).view(keys.shape)
+        factors = (bits >= self.thresholds) * self.scales
+        return factors.to(branch_dtype(x))[:, :, None, None].unbind()
 
 
 class SampleKeys:
@@ -108,7 +136,7 @@ class SampleKeys:
 
 
 def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> SampleKeys:
-    """Replace each Dropout and DropPath module of `model`, and return the keys for all of them.
+    """Replace the modules of `model` for dropout and drop path, and return the keys for all.
 
     A module that is called twice per forward pass must be registered under two names. Otherwise
     both calls would drop the same values. Other random modules (dropout in attention, patch
@@ -121,25 +149,31 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if child is not None and _rate(child) is not None
+        if child is not None and _rates(child)
     ]
-    keys = SampleKeys(len(children), num_rows, device)
-    for layer, (parent, name, child) in enumerate(children):
-        by_sample = DropoutBySample if isinstance(child, nn.Dropout) else DropPathBySample
-        rate = _rate(child)
-        assert rate is not None, "only modules with a rate are replaced"
-        replaced = by_sample(rate, keys.by_layer[layer])
-        setattr(parent, name, replaced.train(child.training))
+    num_layers = [len(_rates(child)) for _, _, child in children]
+    keys = SampleKeys(sum(num_layers), num_rows, device)
+    for (parent, name, child), rows in zip(children, keys.by_layer.split(num_layers), strict=True):
+        setattr(parent, name, _by_sample(child, rows).train(child.training))
     return keys
 
 
-def _rate(module: nn.Module) -> float | None:
-    """Return the rate of a module to replace, or None to keep the module."""
+def _rates(module: nn.Module) -> Sequence[float]:
+    """Return the rates of the layers for which `module` draws, or nothing to keep the module."""
     if isinstance(module, nn.Dropout):
-        return module.p or None  # Dropout with rate 0 drops nothing, so do not replace it.
-    if isinstance(module, DropPath):
-        return module.rate  # Replace even rate 0, so that all blocks share one compiled graph.
+        return [module.p] if module.p else []  # Rate 0 drops nothing, so do not replace it.
+    if isinstance(module, DropPaths):
+        return module.rates if module.form == "mask" else []
     # timm may not be installed, so recognize its class by name.
     if type(module).__name__ == "DropPath" and isinstance(rate := module.drop_prob, float):
-        return rate
-    return None
+        return [rate]
+    return []
+
+
+def _by_sample(module: nn.Module, keys: Tensor) -> nn.Module:
+    """Return the replacement of `module`. keys: (layers, rows) int64."""
+    rates = _rates(module)
+    if isinstance(module, DropPaths):
+        return DropPathsBySample(rates, keys)
+    by_sample = DropoutBySample if isinstance(module, nn.Dropout) else DropPathBySample
+    return by_sample(rates[0], keys[0])

@@ -3,6 +3,7 @@ broken."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ from gpu_check_lines import Line, run_part
 from proc import is_alive
 
 from vit.data.loader import Loader
-from vit.layers.drop_path import DropPath
+from vit.model import Block
 from vit.step import TrainStep
 from vit.training import compiling
 
@@ -80,12 +81,18 @@ def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
     assert line.numbers == {"training": 1, "evaluation": 1, "later": 0}
     assert line.passed
 
-    def forward(path: DropPath, x: torch.Tensor) -> torch.Tensor:
-        # The drop path rate is a Python number that differs between blocks.
-        return x * (1 - path.rate)
+    factors = itertools.count(1.0, 0.01)
+    create = Block.__init__
 
-    monkeypatch.setattr(DropPath, "forward", forward)
-    monkeypatch.setattr(guarantees, "SMALL", (*guarantees.SMALL, "model.drop_path_form=mask"))
+    def create_with_factor(block: Block, *arguments: object) -> None:
+        create(block, *arguments)
+        block.factor = next(factors)  # a Python number that differs between blocks
+
+    def add_mlp(block: Block, x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+        return x * block.factor
+
+    monkeypatch.setattr(Block, "__init__", create_with_factor)
+    monkeypatch.setattr(Block, "add_mlp", add_mlp)
     [line] = guarantees.graphs_as_planned(CPU)
     assert line.passed is False, line.text
 
