@@ -228,13 +228,16 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
         fits = row["largest_micro_batch_size"]
         largest = f"; {fits} at a time fit" if fits else ""
         peak = row["peak_memory_gib"]
+        bound = ""
+        if row["bound_s"]:
+            bound = f" ({row['bound_s'] / row['step_s']:.0%} of the time at the limits of the GPU)"
         memory = (
             "" if peak is None else f", {peak:.1f} GiB ({row['planned_memory_gib']:.1f} planned)"
         )
         yield Line(
             f"{row['model']} {mode}, {row['micro_batch_size']} at a time",
             None,
-            f"{row['images_per_s']:.0f} images/s, MFU {row['mfu']:.1%}{memory}, augmentation"
+            f"{row['images_per_s']:.0f} images/s, MFU {row['mfu']:.1%}{bound}{memory}, augmentation"
             f" {augmenting_s / row['step_s']:.0%}{largest}",
             {"result": {**result, "training": [row]}},
         )

@@ -30,6 +30,9 @@ BYTES_COMPILED = 9.8
 activation functions and additions between the linear layers."""
 BYTES_EAGER = 16.0
 """The same bytes without `train.compile`."""
+LEAST_BYTES = 4.7
+"""The bytes per element of a compiled step whose tokens between blocks are bf16, without operands
+of matrix products, as benchmarks/step_bytes.py counts them."""
 UPDATE_BYTES = 52
 """The bytes that an update moves per weight, in 13 fp32 numbers: AdamW reads four and writes three,
 the norm reads one, clipping reads and writes one, and the average reads two and writes one."""
@@ -124,3 +127,17 @@ def seconds(work: Work, gpu: Gpu, precision: str, compiled: bool) -> float:
     num_bytes = work.elements * bytes_per_element * (2 if precision == "fp32" else 1)
     flops_per_s = share * gpu.peak_tflops(precision) * 1e12
     return work.flops / flops_per_s + num_bytes / (gpu.bandwidth_gbs * 1e9)
+
+
+def bound_s(model: Any, num_images: int, gpu: Gpu, precision: str) -> float:
+    """Return a time that no training step of `num_images` can be shorter than on `gpu`.
+
+    Matrix products run at the data sheet's peak, and nothing is recomputed. `model` as for
+    `forward_work`.
+    """
+    work = training_work(*forward_work(model))
+    num_weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_bytes = num_images * work.elements * LEAST_BYTES * (2 if precision == "fp32" else 1)
+    num_bytes += num_weights * UPDATE_BYTES
+    flops_per_s = gpu.peak_tflops(precision) * 1e12
+    return num_images * work.flops / flops_per_s + num_bytes / (gpu.bandwidth_gbs * 1e9)

@@ -74,6 +74,8 @@ def step_table(result: Mapping[str, Any]) -> Table:
         ["share of the peak (MFU)", *(f"{100 * row['mfu']:.1f} %" for row in rows)],
         ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
     ]
+    if all(row["bound_s"] for row in rows):
+        table.append(["  at the limits of the GPU", *(_share(row, row["bound_s"]) for row in rows)])
     for part, name in PART_NAMES.items():
         if part == StepPhase.TEACHER and not any(row["parts_s"].get(part) for row in rows):
             continue  # most configs have no teacher
