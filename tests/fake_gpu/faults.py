@@ -19,6 +19,7 @@ from torch import Tensor
 from vit.checkpoint.saver import Saver
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
+from vit.model import Attention
 from vit.step import TrainStep
 from vit.training import objective
 from vit.training.step_result import StepResult
@@ -79,6 +80,16 @@ def plant_another_layout() -> None:
     Augment.change_batch = change_batch
 
 
+def plant_a_copy() -> None:
+    """Copy the queries, keys and values in each block."""
+    unchanged = Attention.project
+
+    def project(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(each.clone() for each in unchanged(*arguments))
+
+    Attention.project = project
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "a value that is read": lambda: before(objective, "margins", read_a_value),
     "a pageable copy": lambda: before(objective, "margins", copy_pageable_memory),
@@ -86,6 +97,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "a save that waits": lambda: before(Saver, "save", wait_for_the_device),
     "a result that is read at once": plant_an_early_read,
     "another layout": plant_another_layout,
+    "a copy in each block": plant_a_copy,
 }
 
 
