@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from inputs.timm_loop import check_known, timm_loop
 from measure import as_result, default_out, keep, machine, rows_of
-from timm_loop import check_known, timm_loop
 from trainings import (
     Difference,
     Outcome,

@@ -37,7 +37,7 @@ from vit.config.schema import ModelConfig
 from vit.layers.arguments import check_arguments, check_images, grid_size, height_width
 from vit.layers.attention_pool import AttentionPool
 from vit.layers.blocks import Blocks, Kept
-from vit.layers.drop_path import DropPaths, PatchDropout, add_branch, drop_path_rates
+from vit.layers.drop_path import DropPaths, PatchDropout, add_branch
 from vit.layers.image_sizes import AtSize, OtherSizes
 from vit.layers.init import draw_as, lecun_normal_
 from vit.layers.norm import LayerScale, NormOf, create_norm
@@ -293,9 +293,7 @@ class VisionTransformer(nn.Module):
             attn = attention(rope_type, attn_drop_rate, proj_drop_rate)
             return Block(embed_dim, norm, attn, mlp(), init_values)
 
-        rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
-        both_branches = [rate for rate in rates for _ in range(2)]
-        self.drop_paths = DropPaths(both_branches, drop_path_form) if drop_path_rate else None
+        self.drop_paths = DropPaths(drop_path_rate, depth, drop_path_schedule, drop_path_form)
         self.blocks = Blocks(*(make_block() for _ in range(depth)))
         self._create_head(norm, num_heads, mlp_ratio, mlp_layer, representation_size)
         self.other_sizes = OtherSizes()
@@ -374,7 +372,7 @@ class VisionTransformer(nn.Module):
         table = None if rope is None else rope.table
         if self.patch_drop is not None:
             x, table = self.patch_drop(x, table)
-        return self.blocks(x, table, () if self.drop_paths is None else self.drop_paths(x))
+        return self.blocks(x, table, self.drop_paths(x))
 
     def add_tokens(self, x: Tensor, other: AtSize | None = None) -> Tensor:
         """Add prefix tokens and positions to `x`: (B, h*w, D) -> (B, N, D).

@@ -97,7 +97,7 @@ def settings(module, digits):
 
 
 def test_the_plain_loop_rejects_settings_that_it_does_not_support(module, settings):
-    timm_loop, config_file = module("timm_loop"), module("convergence").CONFIG
+    timm_loop, config_file = module("inputs.timm_loop"), module("convergence").CONFIG
     for word in (
         "optim.name=muon",
         "ema.decay=0.9",
@@ -124,7 +124,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
     from vit.model import create_model
     from vit.optim.groups import parameter_groups
 
-    timm_loop = module("timm_loop")
+    timm_loop = module("inputs.timm_loop")
     config = load_config(module("convergence").CONFIG, settings)
     theirs = timm_loop._model(config, 10).eval()
     ours = create_model(config.model, num_classes=10).eval()

@@ -248,8 +248,9 @@ def test_drop_path_drops_whole_samples_at_its_rate_and_keeps_the_mean():
     samples = 20_000
     rate = 0.3
     x = torch.ones(samples, 2, 3)
-    layer = DropPaths([rate, 0.0], "mask")
-    factors, undropped = layer(x)
+    layer = DropPaths(rate, 2, "linear", "mask")
+    undropped, _, factors, other = layer(x)
+    assert not torch.equal(factors, other)
     assert factors.shape == (samples, 1, 1)
     torch.testing.assert_close(factors.unique(), torch.tensor([0.0, 1 / (1 - rate)]))
     deviation = math.sqrt(rate * (1 - rate) / samples)

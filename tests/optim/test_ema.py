@@ -68,7 +68,7 @@ def test_the_average_follows_as_in_timm():
 
 
 def test_a_constant_buffer_is_not_copied_each_step():
-    model = nn.Sequential(DropPaths([0.1], "mask"), nn.BatchNorm1d(4))
+    model = nn.Sequential(DropPaths(0.1, 1, "constant", "mask"), nn.BatchNorm1d(4))
     copied = [id(averaged) for averaged, _ in Ema(model, 0.9)._buffers]
     assert len(copied) == 3, "the average must copy the batch norm's counters"
 

@@ -45,17 +45,19 @@ class DropPaths(nn.Module):
     Draws before the first block. In a block, torch.compile would make a graph for each number of
     rows, and its backward pass would read draws and rates in place of factors.
 
-    rates: the rate of each branch, in [0, 1). form: "mask" or "subset".
+    rate, schedule: see `drop_path_rates`; with rate 0, nothing is drawn. form: "mask" or "subset".
     """
 
     keep_probs: Tensor
 
-    def __init__(self, rates: Sequence[float], form: str):
+    def __init__(self, rate: float, depth: int, schedule: str, form: str):
         super().__init__()
-        self.rates = list(rates)
+        of_blocks = drop_path_rates(rate, depth, schedule) if rate else []
+        self.rates = [of_block for of_block in of_blocks for _ in range(2)]
+        """The rate of each branch, in the order of the blocks."""
         self.form = form
         # The rates are a setting that timm's state dicts lack, so the buffer is not persistent.
-        self.register_buffer("keep_probs", torch.empty(len(rates), 1), persistent=False)
+        self.register_buffer("keep_probs", torch.empty(len(self.rates), 1), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -64,9 +66,9 @@ class DropPaths(nn.Module):
         self.keep_probs.copy_(1.0 - torch.tensor(self.rates).unsqueeze(1))
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
-        """Return what `add_branch` takes for each branch, for tokens (B, ...); nothing in
-        evaluation."""
-        if not self.training:
+        """Return what `add_branch` takes for each branch, for tokens (B, ...); nothing if nothing
+        is dropped."""
+        if not (self.training and self.rates):
             return ()
         if self.form == "subset":
             return choose_rows(x.shape[0], self.rates, x.device)

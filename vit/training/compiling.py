@@ -51,8 +51,7 @@ def _group_size(model: Any) -> int:
     Three or four remove most seams. In larger groups, compilation takes longer, and the all-reduce
     of the first group, which overlaps with no backward pass, has more gradients.
     """
-    rates = set() if model.drop_paths is None else set(model.drop_paths.rates)
-    has_row_counts = len(rates) > 1 and model.drop_paths.form == "subset"
+    has_row_counts = len(set(model.drop_paths.rates)) > 1 and model.drop_paths.form == "subset"
     if model.blocks.checkpoint_every or has_row_counts:
         return 1  # A group would be checkpointed as a whole, or have a graph for its own rates.
     return next(size for size in (3, 4, 2, 1) if len(model.blocks) % size == 0)

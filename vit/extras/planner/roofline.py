@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vit.system.gpus import Gpu
+from vit.system.gpus import Gpu, find_device
 from vit.training.freeze import frozen_parts
 from vit.training.model_summary import flops_by_operator
 
@@ -129,12 +129,16 @@ def seconds(work: Work, gpu: Gpu, precision: str, compiled: bool) -> float:
     return work.flops / flops_per_s + num_bytes / (gpu.bandwidth_gbs * 1e9)
 
 
-def bound_s(model: Any, num_images: int, gpu: Gpu, precision: str) -> float:
-    """Return a time that no training step of `num_images` can be shorter than on `gpu`.
+def bound_s(model: Any, num_images: int, device_name: str, precision: str) -> float | None:
+    """Return a time that no training step of `num_images` can be shorter than, or None for a device
+    without a known peak.
 
     Matrix products run at the data sheet's peak, and nothing is recomputed. `model` as for
     `forward_work`.
     """
+    gpu = find_device(device_name)
+    if gpu is None:
+        return None
     work = training_work(*forward_work(model))
     num_weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_bytes = num_images * work.elements * LEAST_BYTES * (2 if precision == "fp32" else 1)

@@ -31,7 +31,6 @@ from vit.extras.planner.roofline import bound_s
 from vit.layers.precision import precision_note
 from vit.step import TrainStep
 from vit.system import device_memory
-from vit.system.gpus import find_device
 from vit.system.meter import GIB, Meter
 from vit.training.compiling import why_not_compiled
 from vit.training.freeze import create_trained_model
@@ -286,7 +285,6 @@ def _measure_row(
         model = create_trained_model(config, subject.data.num_classes)
     # The micro-batch size determines how many samples drop path skips.
     flops_per_image = train_flops_per_image(model, micro_batch_size)
-    gpu = find_device(device_name(world))
     return {
         "model": config.model.name,
         "image_size": list(config.model.height_width()),
@@ -304,7 +302,7 @@ def _measure_row(
         "flops_per_image": flops_per_image,
         "num_steps": times.num_steps,
         "step_s": times.step_s,
-        "bound_s": gpu and bound_s(model, rank_batch_size, gpu, config.train.precision),
+        "bound_s": bound_s(model, rank_batch_size, device_name(world), config.train.precision),
         "fastest_step_s": times.fastest_s,
         "slowest_step_s": times.slowest_s,
         "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
