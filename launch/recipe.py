@@ -3,13 +3,13 @@
     python launch/recipe.py import "torchrun --nproc_per_node=8 main.py --model deit_base_patch16_LS
         --batch 256 --lr 3e-3 ..." --out deit3_b16.yaml
     python launch/recipe.py import train_hparams.yaml --gpus 8           for timm's train.py
-    python launch/recipe.py import configs/vit-base-p16_64xb64_in1k.py   MMPretrain or big_vision
+    python launch/recipe.py import big_vision/configs/vit_s16_i1k.py
     python launch/recipe.py diff configs/vit_b16.yaml runs/mine
     python launch/recipe.py show configs/vit_b16.yaml
 
 `import` writes the recipe as our YAML. For each setting, including defaults, it prints whether the
 setting is the same, differs or has no equivalent. It supports main.py of DeiT, ViT-5 and RoPE-ViT,
-MAE's main_finetune.py, train.py of timm and torchvision, deit3-jax, MMPretrain and big_vision. It
+MAE's main_finetune.py, train.py of timm and torchvision, deit3-jax and big_vision. It
 does not run code of these programs. Exit status: 0 done, 2 a mistake to correct.
 """
 
@@ -107,7 +107,7 @@ def _read_import(arguments: Sequence[str]) -> Namespace:
     parser = Parser(
         "python launch/recipe.py import",
         "A command line in quotes, a file that contains one (.sh, .txt), a YAML file of timm's"
-        "\ntrain.py, a Python config of MMPretrain or big_vision, or - for standard input.",
+        "\ntrain.py, a Python config of big_vision, or - for standard input.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="command line, file, or -")
     parser.add_argument(

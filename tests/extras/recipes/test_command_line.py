@@ -63,7 +63,7 @@ SCENARIOS = {
     ),
     "a command that evaluates": import_("python main.py --eval --resume x.pth"),
     "two commands at once": import_("python main.py\npython main.py"),
-    "a config without the files that it inherits from": import_("child.py"),
+    "a Python file that is no config of big_vision": import_("child.py"),
     "a config that does more than set": import_("runs.py"),
     "a file that is not there": import_("nowhere.yaml"),
     "a folder to compare that is no run": lambda: run_here(
@@ -82,8 +82,8 @@ SCENARIOS = {
 )
 def test_the_command_prints_the_error_of_the_row(row: Row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "child.py").write_text("_base_ = '../base.py'\nmodel = dict()\n")
-    (tmp_path / "runs.py").write_text("model = dict()\nopen('made', 'w')\n")
+    (tmp_path / "child.py").write_text("model = dict()\n")
+    (tmp_path / "runs.py").write_text("def get_config():\n  open('made', 'w')\n")
     (tmp_path / "empty").mkdir()
     before = snapshot(tmp_path)
     with pytest.raises(ValueError) as raised:  # noqa: PT011

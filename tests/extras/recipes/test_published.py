@@ -22,7 +22,7 @@ ROOT = HERE.parents[2]
 PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
 ONE_EACH = (
     *("deit_b16", "deit3_h14_800ep", "vit5_b16", "rope_b16", "mae_b16_ft", "torchvision_l16"),
-    *("jax_deit3_b16_400ep", "mm_mae_l16_ft", "bv_augreg_b16"),
+    *("jax_deit3_b16_400ep", "bv_augreg_b16"),
 )
 """One recipe per program. The recipes of timm are tested in test_timm.py."""
 
@@ -193,16 +193,6 @@ STATED: dict[str, dict] = {
         "train.steps": 1281167 * 400 // 2048,
         "schedule.warmup_steps": 1281167 * 5 // 2048,
     },
-    # MMPretrain states the batch size in the name of a config, for instance 64xb64.
-    "mm_b16": {
-        "augment.auto_augment": "imagenet",
-        "data.global_batch_size": 4096,
-        "model.representation_size": 3072,
-        "model.proj_drop_rate": 0.1,
-        "loss.label_smoothing": pytest.approx(0.1 / 1.1),
-    },
-    "mm_deit_s16": {"data.global_batch_size": 1024, "optim.lr": 1e-3},
-    "mm_mae_l16_ft": {"optim.lr": 4e-3, "train.epochs": 50, "model.global_pool": "avg"},
 }
 
 
@@ -211,37 +201,6 @@ def test_the_values_of_a_recipe_equal_those_of_its_paper(name, imported):
     recipe = imported(name)
     got = {key: value(recipe, key) for key in STATED[name]}
     assert got == STATED[name]
-
-
-def test_label_smoothing_of_classyvision_is_converted_to_our_value():
-    """The expected formula is (one-hot + v / K) / (1 + v), as in open-mmlab/mmpretrain's
-    LabelSmoothLoss."""
-    theirs = [(float(n == 2) + 0.1 / 5) / 1.1 for n in range(5)]
-    share = 0.1 / 1.1
-    ours = [(1 - share) * float(n == 2) + share / 5 for n in range(5)]
-    assert ours == pytest.approx(theirs)
-
-
-def test_maes_supervised_recipe_equals_our_config(imported):
-    """MMPretrain reproduces the table on which configs/vit_b16.yaml is based."""
-    theirs = to_dict(imported("mm_b16_mae_sup").config())
-    ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml"))
-    places = ("loader.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
-    unlike = {
-        f"{section}.{key}": (theirs[section][key], ours[section][key])
-        for section in ours
-        for key in ours[section]
-        if theirs[section][key] != ours[section][key]
-        and f"{section}.{key}" not in (*places, "run.dir")
-    }
-    assert unlike == {
-        # MMPretrain has its own value for random erasing.
-        "augment.erasing_prob": (0.25, 0.0),
-        "augment.erasing_mode": ("rand", "pixel"),
-        "schedule.min_lr": (1e-5, 0.0),
-        "schedule.warmup_lr": (pytest.approx(1.6e-6), None),
-        "eval.every_epochs": (1.0, 5.0),
-    }
 
 
 def test_an_argument_without_effect_in_its_program_is_not_imported(imported):
@@ -257,39 +216,6 @@ def test_other_rules_of_weight_decay_are_reported(imported):
     assert value(recipe, "optim.no_weight_decay") == "nothing"
     assert value(imported("torchvision_l16"), "optim.no_weight_decay") == "norms"
     assert value(imported("bv_s16_90ep"), "optim.no_weight_decay") == "not_kernels"
-    assert value(imported("mm_mae_l16_ft"), "optim.no_weight_decay") == "timm"
-    assert value(imported("mm_b16"), "optim.no_weight_decay") == "embeddings"
-
-
-def test_a_child_of_an_mmpretrain_config_is_imported_with_its_changes(tmp_path):
-    base = Path(__file__).parent / "configs" / "mmpretrain" / "deit" / "deit-small_4xb256_in1k.py"
-    child = tmp_path / "deit-small_8xb64_in1k.py"
-    child.write_text(
-        f"""_base_ = {str(base)!r}
-model = dict(backbone=dict(frozen_stages=4, init_cfg=dict(type='Pretrained', checkpoint='a.pth')),
-             neck=dict(type='ClsBatchNormNeck', input_features=384))
-test_pipeline = [dict(type='ResizeEdge', scale=256), dict(type='CenterCrop', crop_size=224)]
-val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
-train_dataloader = dict(sampler=dict(type='RepeatAugSampler', shuffle=True))
-train_cfg = dict(type='EpochBasedTrainLoop')
-""",
-        encoding="utf-8",
-    )
-    recipe = import_recipe(str(child))
-    assert value(recipe, "init.freeze") == 4
-    assert value(recipe, "order.aug_repeats") == 3
-    assert value(recipe, "data.global_batch_size") == 2048, (
-        "the base config states 8 GPUs with 256 images each"
-    )
-    cannot = [f.theirs[0] for f in recipe.reading.findings if f.verdict == "cannot"]
-    assert cannot == ["model.neck.type"]
-    differs = " ".join(f.text for f in recipe.reading.findings if f.verdict == "differs")
-    assert "256 images in the config, 64 in the file's name" in differs
-    assert "resizes by bilinear, this project by bicubic" in differs
-    evaluates = tmp_path / "headless.py"
-    evaluates.write_text("model = dict(backbone=dict(type='VisionTransformer', arch='base'))\n")
-    with pytest.raises(ValueError, match=r"has no train_dataloader\.batch_size: pass a training"):
-        import_recipe(str(evaluates))
 
 
 def test_weights_at_a_url_become_a_file_with_a_download_comment(imported):

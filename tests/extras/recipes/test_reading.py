@@ -38,8 +38,6 @@ from vit.extras.recipes.reading import crop_pct_for
             [],
         ),
         ("./distributed_train.sh 4 --model m", "distributed_train.sh", 4, ["--model", "m"]),
-        ("bash tools/dist_train.sh configs/a.py 8 --amp", "dist_train.sh", 8,
-         ["configs/a.py", "--amp"]),
         ("python -m big_vision.train --config c.py:v=B/16", "big_vision.train", None,
          ["--config", "c.py:v=B/16"]),
         ("$ python main.py \\\n   --warmup $((1281167 * 5 / 2048)) \\ \n --name $(basename $0)",

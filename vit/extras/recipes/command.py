@@ -151,13 +151,11 @@ def _find_script(tokens: list[str], line: str) -> Command:
 
 
 def _shell_script(name: str, tokens: list[str]) -> Command:
-    """Parse timm's `distributed_train.sh GPUS ...` or MMPretrain's `dist_train.sh CONFIG GPUS`."""
-    at = 0 if name.startswith("distributed") else 1
-    if len(tokens) <= at or tokens[at].startswith("-"):
+    """Parse timm's `distributed_train.sh GPUS ...`."""
+    if not tokens or tokens[0].startswith("-"):
         raise ValueError(f"{name} was given no number of GPUs: pass it as an argument")
     # The shell script passes the number of GPUs to torchrun.
-    launcher = ["torchrun", f"--nproc_per_node={tokens[at]}"]
-    return Command(name, tokens[:at] + tokens[at + 1 :], launcher)
+    return Command(name, tokens[1:], ["torchrun", f"--nproc_per_node={tokens[0]}"])
 
 
 def _launcher(before: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Import a recipe of another project, and report how each setting was mapped.
 
-The recipe is a command line, a YAML file of timm's train.py, or a Python config of MMPretrain or
-big_vision. `python_config` evaluates Python configs without running them. The project is detected
+The recipe is a command line, a YAML file of timm's train.py, or a Python config of big_vision.
+`python_config` evaluates Python configs without running them. The project is detected
 from the script and its flags.
 """
 
@@ -18,15 +18,7 @@ import yaml
 from vit.config.hints import all_keys, sections
 from vit.config.io import from_dict
 from vit.config.schema import Config
-from vit.extras.recipes import (
-    big_vision,
-    deit,
-    deit3_jax,
-    mae,
-    mmpretrain,
-    timm_train,
-    torchvision_references,
-)
+from vit.extras.recipes import big_vision, deit, deit3_jax, mae, timm_train, torchvision_references
 from vit.extras.recipes.arguments import ParsedArguments, Table, read_mapping, read_words
 from vit.extras.recipes.command import Command, split_command
 from vit.extras.recipes.reading import Handler, Reading
@@ -35,7 +27,7 @@ from vit.extras.recipes.timm_common import optimizer_fields
 DATA_ROOT = "data/imagenet"
 """The `data.root` of an imported config. The original data path cannot be used, because it contains
 no shards."""
-PROGRAMS = ("deit", "timm", "torchvision", "mae", "deit3_jax", "mmpretrain", "big_vision")
+PROGRAMS = ("deit", "timm", "torchvision", "mae", "deit3_jax", "big_vision")
 _OWN_NAMES = {
     "main_finetune.py": "mae",
     "submitit_finetune.py": "mae",
@@ -50,6 +42,10 @@ _NOT_READ = {
     r"\S*\brun_image_classification\w*\.py": ("Hugging Face's example", "timm's train.py"),
     r"\S*\b(open_clip_train[./]|src/training/|training\.)main\b": (
         "OpenCLIP's training",
+        "timm's train.py",
+    ),
+    r"\S*\b(dist|slurm)_train\.sh|\S*\btrain\.py \S+\.py\b": (
+        "MMPretrain's training",
         "timm's train.py",
     ),
     r"\S*\blightly-train": ("LightlyTrain's command", "timm's train.py"),
@@ -116,6 +112,8 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     if program is not None and program not in PROGRAMS:
         raise ValueError(f"--program {program}: expected one of {', '.join(PROGRAMS)}")
     reading = _read_config(text, path, num_gpus)
+    if reading is None and path is not None and path.suffix == ".py":
+        raise ValueError(f"{path}: expected a config of big_vision, a command, or YAML of timm")
     if reading is None:
         name = " ".join(text.split())
         reading = _read_command(split_command(text), program, num_gpus)
@@ -156,8 +154,6 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
     """Read a config, or return None if `text` is a command."""
     if big_vision.is_config(text):
         return big_vision.read(text, "", [])
-    if mmpretrain.is_config(text):
-        return mmpretrain.read(text, path, num_gpus)
     if path is None or path.suffix not in (".yaml", ".yml"):
         return None
     try:
@@ -176,8 +172,6 @@ def _read_command(command: Command, program: str | None, num_gpus: int | None) -
     program = _find_program(command, program)
     if program == "big_vision":
         return big_vision.read_command(command)
-    if program == "mmpretrain":
-        return mmpretrain.read_command(command, num_gpus)
     gpus = num_gpus or command.num_gpus()
     is_distributed = bool(command.launcher) or (gpus or 1) > 1
     table = _table(program, command)
@@ -238,9 +232,6 @@ def _find_program(command: Command, stated: str | None) -> str:
         raise ValueError(f"--program {stated}: {command.script} belongs to {own}: omit --program")
     if program := stated or own:
         return program
-    first = command.words[0] if command.words else ""
-    if first.endswith(".py") and name in ("train.py", "dist_train.sh", "slurm_train.sh"):
-        return "mmpretrain"
     if name == "main.py":
         of_jax = {"--train-dataset-shards", "--droppath", "--layers", "--criterion"}
         return "deit3_jax" if of_jax & set(command.words) else "deit"

@@ -13,7 +13,6 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -389,46 +388,3 @@ class Leaves(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"the config has no {key}: pass a training config that includes its bases")
-
-
-def with_bases(text: str, path: Path | None) -> dict[str, Any]:
-    """Return an OpenMMLab config, merged over its `_base_` files.
-
-    text: the contents of the config. path: the config file. Raises a ValueError that lists missing
-    base files.
-    """
-    names = PythonConfig(text, str(path or "the config")).names
-    own = {
-        k: v
-        for k, v in names.items()
-        if isinstance(v, (dict, list, tuple, str, int, float)) or v is None
-    }
-    named: Any = own.pop("_base_", [])
-    bases = [named] if isinstance(named, str) else list(named)
-    merged: dict[str, Any] = {}
-    missing = []
-    for base in bases:
-        file = None if path is None else path.parent / base
-        if file is None or not file.is_file():
-            missing.append(base)
-        else:
-            merged = _merged(merged, with_bases(file.read_text(encoding="utf-8"), file))
-    if missing:
-        raise ValueError(
-            f"{path or 'the config'} inherits from {', '.join(missing)}, which does not exist: pass"
-            " the config as a file next to its bases"
-        )
-    return _merged(merged, own)
-
-
-def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """Merge `child` over `base` key by key, as mmengine does."""
-    merged = dict(base)
-    for key, value in child.items():
-        before = merged.get(key)
-        merged[key] = value
-        if isinstance(value, dict):
-            replaces = value.get("_delete_") or not isinstance(before, dict)
-            own = {k: v for k, v in value.items() if k != "_delete_"}
-            merged[key] = _merged({} if replaces else before, own)  # type: ignore[arg-type]
-    return merged

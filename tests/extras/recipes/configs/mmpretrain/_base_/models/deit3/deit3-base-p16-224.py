@@ -1,3 +1,0 @@
-# Settings copied from
-# open-mmlab/mmpretrain@ee7f2e88:configs/_base_/models/deit3/deit3-base-p16-224.py (Apache-2.0)
-model = dict(type='ImageClassifier', backbone=dict(type='DeiT3', arch='b', img_size=224, patch_size=16, drop_path_rate=0.2), neck=None, head=dict(type='VisionTransformerClsHead', num_classes=1000, in_channels=768, loss=dict(type='LabelSmoothLoss', label_smooth_val=0.1, mode='original')), init_cfg=[dict(type='TruncNormal', layer='Linear', std=0.02), dict(type='Constant', layer='LayerNorm', val=1.0, bias=0.0)], train_cfg=dict(augments=[dict(type='Mixup', alpha=0.8), dict(type='CutMix', alpha=1.0)]))
