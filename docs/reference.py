@@ -83,7 +83,6 @@ RECORD = {
         "elapsed_s": "seconds of the run over all restarts",
         "peak_memory_gib": "largest memory so far: of the GPU, or of the process on a CPU",
         "updates_skipped": "updates that were skipped so far, by the guard or by fp16's loss scale",
-        "batches_skipped": "batches that were skipped after a rewind",
         "bad_images": "images that could not be decoded so far",
         "loader_idle_s": "seconds in which workers waited for work, of all workers of all ranks",
         "loader_order_s": "seconds of computing the order",
@@ -129,7 +128,6 @@ RECORD = {
         "last_batch": "number of its last batch",
         "exact": "whether the samples were those of the order",
         "sample_checksum": "sum over the samples that were trained on, compared with the order's",
-        "batches_skipped": "batches of the epoch that were skipped after a rewind",
         "samples_dropped": "samples of the epoch that no batch holds",
     },
     "checkpoint": {
@@ -140,13 +138,12 @@ RECORD = {
     },
     "fault": {
         "reason": "what was wrong with the update, and what was done",
-        "action": "skip, stop or rewind",
+        "action": "skip or stop",
         "loss": "loss of the step",
         "grad_norm": "norm of its gradient",
         "loss_limit": "limit of the loss",
         "samples": "samples with the largest losses",
     },
-    "rewind": {"reason": "why the run goes back to the checkpoint of `step`"},
     "reference": {"name": "the published curve", "curves": "its points"},
     "end": {
         "outcome": "finished, stopped or error",

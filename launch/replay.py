@@ -53,9 +53,7 @@ def table(replay: Replay) -> list[str]:
         f"step {replay.step:,} (epoch {replay.epoch}, {replay.world_size} rank(s)): {num_rows:,}"
         f" images of {replay.source.train_set.split.root}, {width} x {height} pixels"
     ]
-    if replay.is_skipped:
-        lines.append("skipped: the run was rewound, and did not train on this batch")
-    elif not replay.has_losses:
+    if not replay.has_losses:
         lines.append("no losses were saved for this epoch (log.sample_losses)")
     shown = [row for piece in replay.pieces(TABLE_ROWS) for row in piece.rows]
     cells = [("row", "key", "class", "loss", "augmentation"), *map(_cells, shown)]

@@ -351,7 +351,7 @@ def test_non_finite_gradients_are_skipped_counted_and_end_the_run(tmp_path, conf
         "optim.lr=1e30",
         "optim.clip_grad_norm=null",
         "schedule.warmup_steps=0",
-        "guard.max_reactions=3",
+        "guard.max_skips=3",
         "train.steps=40",
         "optim.weight_decay=0.0",
     )

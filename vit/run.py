@@ -4,11 +4,10 @@ The hooks depend only on the config, so all ranks call the same hooks in the sam
 A hook overrides some of these methods:
 
     opened      before the model is created: reject a config that cannot work
-    begin       when training begins, or restarts from an earlier checkpoint
+    begin       when training begins, at the first step or after a checkpoint
     loss_limit  before a step
     queued      after a step was queued, while the device computes it
     read        one step later, when the step's numbers are on the host
-    skipped     when a step is skipped
     verify      before evaluating and saving, at the end of an epoch, and when the run stops
     evaluated   after an evaluation
     failed      when an error ends the run
@@ -49,19 +48,9 @@ from vit.training.run_data import Notes, RunData
 from vit.training.step_result import StepValues
 
 
-class GoBack(Exception):
-    """An exception, raised on all ranks together, that returns the run to its newest checkpoint."""
-
-    def apply(self, run: Run) -> None:
-        """Load the checkpoint from which `run` continues."""
-        raise NotImplementedError
-
-
 class Hook:
     """The base class of all hooks. Its methods do nothing."""
 
-    saves_start = False
-    """Whether to save a checkpoint before the first step."""
     saved: SavedBeside | None = None
     """Data to save with every checkpoint. Subclasses set this attribute in `opened` or earlier."""
 
@@ -82,12 +71,8 @@ class Hook:
         """Process the batch of the step that was just queued."""
 
     def read(self, step: int, values: StepValues) -> Exception | None:
-        """Return None, an error that ends training, or a `GoBack`. The result must be the same on
-        all ranks."""
+        """Return None, or an error that ends training, which must be the same on all ranks."""
         return None
-
-    def skipped(self, step: int) -> None:
-        """Handle a step that training skips."""
 
     def verify(self, is_end: bool) -> None:
         """Raise an error if the run must not be evaluated or saved.
@@ -128,8 +113,6 @@ class Run:
     place: Place
     signals: StopSignals
     start_times: StartTimes
-    is_prepared: bool = False
-    """Whether this process has called `TrainStep.prepare`."""
     watch: Watch = field(init=False)
     """The watchdog, which ends all ranks if one rank hangs during training."""
 

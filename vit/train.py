@@ -16,7 +16,7 @@ from vit.distributed.exit import Interrupted
 from vit.distributed.outcome import Outcome
 from vit.hooks.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
 from vit.hooks.validate import evaluate
-from vit.run import GoBack, Run
+from vit.run import Run
 from vit.run_folder import STOPPED_FILE, mark_stopped
 
 
@@ -30,7 +30,7 @@ def train(run: Run) -> Outcome:
             with run.signals.instead_of_errors(
                 "in an unfinished step: run the same command to continue from the newest checkpoint"
             ):
-                return _train_to_end(run)
+                return _train_from_state(run)
         except Interrupted as error:
             if run.world.is_main:
                 mark_interrupted(run.folder, error.number, run.record.lock, is_new=False)
@@ -41,21 +41,8 @@ def train(run: Run) -> Outcome:
             raise
 
 
-def _train_to_end(run: Run) -> Outcome:
-    """Train from the step in `run.state`, and from earlier states to which hooks go back."""
-    while True:
-        try:
-            return _train_from_state(run)
-        except GoBack as event:
-            # The ranks now wait for each other. The watchdog would report this wait as a hang, so
-            # stop the watchdog. `_train_from_state` restarts it.
-            run.watch.close()
-            run.saver.finish()
-            event.apply(run)
-
-
 def _train_from_state(run: Run) -> Outcome:
-    """Train from the step in `run.state`. Raises `GoBack` if a hook returns it."""
+    """Train from the step in `run.state`."""
     state = run.state
     first_step = state.step
     with _open_loader(run) as loader:
@@ -73,10 +60,7 @@ def _train_from_state(run: Run) -> Outcome:
             if state.step == run.plan.total_steps or monitor.stop:
                 return _finish(run, monitor)
             monitor.resume()
-            if state.is_skipped(state.step):
-                monitor.skip(state.step)
-            else:
-                _do_step(run, monitor, loader)
+            _do_step(run, monitor, loader)
             state.step += 1
 
 
@@ -91,7 +75,6 @@ def _open_loader(run: Run) -> Loader:
         device=run.world.device,
         stall_timeout_s=loader.stall_timeout_s,
         on_device=run.train_step.augment.change_batch,
-        skipped_ranges=run.state.skipped_ranges,
     )
 
 
@@ -107,10 +90,7 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     evaluation_due = run.state.is_evaluation_due(run.plan)
     save_due = step % run.config.checkpoint.every_steps == 0 or is_last
     if step == first_step:
-        # A resumed run has already saved this step. A new run saves its initial state only if a
-        # hook may return to that state.
-        is_start = step == 0 and any(hook.saves_start for hook in run.hooks)
-        save_due = evaluation_due or is_start
+        save_due = evaluation_due  # a resumed run has already saved this step
 
     # Verify before evaluating and saving, so that no checkpoint contains a batch that differs from
     # the planned order.
@@ -136,8 +116,7 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
     run.watch.mark(step, "waiting for its data")
     batch = next(loader)
     run.watch.mark(step, "in the step")
-    if not run.is_prepared:
-        run.is_prepared = True
+    if not monitor.is_started:
         # Gradient sums depend on DDP's bucket layout, which must be the same in all attempts, so
         # every process prepares its step, even on resume. The time counts as startup, not as
         # training.
@@ -145,7 +124,6 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
             run.train_step.prepare(batch)
         run.start_times.end("workers and first batch")
         run.start_times.report(run.record, step)
-    if not monitor.is_started:
         monitor.start_clock()
     # vit/step.py runs the forward pass, the backward pass and the update. The ranks sum their stop
     # flags in each step, so all ranks stop at the same step.

@@ -75,7 +75,6 @@ REFUSED = {"distill.teacher_model": "its run stores the model: set distill.teach
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},
     "eval.best_by": {"train.steps": 4},
-    "guard.rewind_skip_steps": {"optim.lr": 1e30},
 }
 """Maps each setting that only the training loop reads to the other settings of a short run that
 shows its effect."""
@@ -167,7 +166,7 @@ def digest(*values: Any) -> str:
 def judged(config: Config, record: Record) -> list[str]:
     nothing = np.zeros(0, np.float32)
     recent = [[step, 9.0 - 0.01 * step] for step in range(200)]
-    state = RunState(step=202, recent=recent, rewinds=4)
+    state = RunState(step=202, recent=recent)
     guard = GuardHook(config)
     batches = SimpleNamespace(exact=False)
     run: Any = SimpleNamespace(
@@ -224,14 +223,13 @@ def built(config: Config) -> dict[str, str]:
 
 
 def trained(config: Config) -> dict[str, str]:
-    """Train, and return a description of the checkpoints and of the steps that were skipped after
-    rewinds."""
+    """Train, and return a description of the checkpoints."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
     for folder in sorted((run.folder / "checkpoints").glob("step_*")):
         state = read_info(folder)
-        states.append([folder.name, state["best_set"], state["skipped_ranges"]])
+        states.append([folder.name, state["best_set"]])
     shutil.rmtree(run.folder)
     return {"checkpoints": repr(states)}
 

@@ -118,7 +118,7 @@ def test_does_not_end_ranks_that_make_progress():
 
 
 def test_a_rank_that_stops_comparing_is_not_considered_silent():
-    """After a rewind, the rank reopens its loader, which may take a long time."""
+    """At the end of a run, some ranks close their watchdogs earlier than others."""
 
     def work(world: World) -> list[Verdict]:
         verdicts = watched(world, None, BUSY_LIMIT_S, for_s=0.2)

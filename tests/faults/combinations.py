@@ -58,10 +58,9 @@ OPTIONS: Choices = {
         ("train.exact_over_ranks=true", "data.micro_batch_size=4"),
     ],
     "guard": [
-        (f"guard.on_spike={action}", "guard.window_steps=8", f"guard.spike_sigmas={sigmas}", *more)
-        for action, more in (
-            ("skip", ("guard.max_reactions=100",)),
-            ("rewind", ("guard.rewind_skip_steps=1", "guard.max_reactions=100")),
+        (
+            *("guard.on_spike=skip", "guard.window_steps=8"),
+            *(f"guard.spike_sigmas={sigmas}", "guard.max_skips=100"),
         )
         for sigmas in (0.3, 1)
     ],

@@ -53,11 +53,11 @@ from vit.run_folder import METRICS_FILE
 from vit.system.meter import duration
 
 STATE = (
-    *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "skipped_ranges", "recent"),
+    *("step", "updates_skipped", "updates_skipped_in_a_row", "recent"),
     *("bad_images", "evaluated_step", "best_top1", "best_loss", "best_set"),
 )
 """The values in checkpoint.json that depend only on the training itself."""
-KINDS = ("train", "eval", "epoch", "norms", "fault", "rewind")
+KINDS = ("train", "eval", "epoch", "norms", "fault")
 MEASURED = re.compile(
     r"time|.*_s|seconds|loader_.*|data_wait_.*|images_per_s.*|mfu|peak_memory_gib"
 )

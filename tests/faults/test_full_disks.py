@@ -108,8 +108,8 @@ def checkpoint(folder: Path) -> None:
     )
 
 
-def note_rewind(folder: Path) -> None:
-    update_info(checkpoint_folder(folder, 3), {"rewinds": 1})
+def note_evaluation(folder: Path) -> None:
+    update_info(checkpoint_folder(folder, 3), {"evaluated_step": 3})
 
 
 def table(folder: Path) -> None:
@@ -182,7 +182,7 @@ WRITERS = {
     ),
     "losses of images": Writer(losses, names="epoch_0001.npy"),
     "a checkpoint": Writer(checkpoint, names="step_00000003"),
-    "a rewind in a checkpoint": Writer(note_rewind, checkpoint, "checkpoint.json"),
+    "an evaluation in a checkpoint": Writer(note_evaluation, checkpoint, "checkpoint.json"),
     "the mark of a stop": Writer(
         lambda folder: mark_stopped(folder, 3, "SIGTERM"), names="stopped_early"
     ),

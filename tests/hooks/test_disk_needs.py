@@ -103,11 +103,10 @@ def test_counts_the_checkpoints_that_exist_at_the_same_time(config):
         (("checkpoint.keep_every=2",), 3),
         (("checkpoint.keep_every=1",), 4),
         (("checkpoint.keep_every=9",), 2),
-        (("checkpoint.keep_every=2", "guard.on_nonfinite=rewind", "guard.rewind_skip_steps=1"), 4),
     ],
 )
 def test_counts_the_checkpoints_of_keep_every(config, settings, expected):
-    """Saves are at steps 3, 6, 9 and 12, and before the first step if the guard may rewind."""
+    """Saves are at steps 3, 6, 9 and 12."""
     settings = tiny(config, "checkpoint.keep_last=1", *settings)
     plan, _ = make_plan(settings, 60, 1)
     assert room_of(settings, plan).num_checkpoints == expected

@@ -1,5 +1,5 @@
 """Test how the guard reacts to a batch with wrong labels. Depending on its settings, the guard
-skips the update, stops the run, or rewinds the run and skips the batch."""
+skips the update or stops the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import io
 import json
 import math
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +20,8 @@ from extras.deleted_extras import needs
 from PIL import Image
 from processes import (
     TINY,
-    Background,
     final_state,
     last_checkpoint,
-    last_step,
     metrics,
     run,
     run_here,
@@ -35,7 +32,6 @@ from scipy.stats import median_abs_deviation
 from small_shards import write_tar
 
 from data_prep import index
-from vit.checkpoint.checkpoint import read_info
 from vit.checkpoint.state import RunState
 from vit.config.io import load_config
 from vit.config.schema import Config
@@ -44,11 +40,8 @@ from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.distributed.process_group import World
-from vit.hooks.guard import GuardHook, Rewind, limit_of
-from vit.hooks.sample_losses import epoch_files, read_epoch
-from vit.loggers.lines import read_metrics
+from vit.hooks.guard import GuardHook, limit_of
 from vit.loggers.record import Record
-from vit.run_folder import sealed
 from vit.training.plan import make_plan
 from vit.training.step_result import NON_FINITE, SPIKE, StepValues
 
@@ -58,6 +51,7 @@ BAD_STEP = 16
 BATCH = 12
 SAVED_BEFORE = 12
 """The step of the newest checkpoint before the batch with wrong labels."""
+SKIP = "guard.on_spike=skip"
 SETTINGS = (
     *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
     "model.drop_path_rate=0",
@@ -65,7 +59,6 @@ SETTINGS = (
     *("guard.window_steps=8", "guard.spike_sigmas=5"),
     "checkpoint.keep_last=9",
 )
-REWIND = ("guard.on_spike=rewind", "guard.rewind_skip_steps=1")
 
 
 ONE = World(0, 1, torch.device("cpu"))
@@ -120,15 +113,6 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
     )
 
 
-def test_a_rewind_keeps_the_current_facts_of_the_run():
-    """The checkpoint may be older than the switch to `train.exact_over_ranks`."""
-    saved = RunState(step=10, facts={"seed": 1}, restarts=0)
-    now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
-    state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
-    assert (state.step, state.facts, state.restarts) == (10, now.facts, 2)
-    assert state.skipped_ranges == [[20, 27]]
-
-
 def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
     """The loss jumps when the image size changes. If the guard still used the limits for smaller
     images, it would skip every later update."""
@@ -149,7 +133,7 @@ def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_pat
 
 
 NAN = math.nan
-ONCE = ["guard.max_reactions=1"]
+ONCE = ["guard.max_skips=1"]
 OVERFLOW = (0.7, math.inf, NON_FINITE)
 
 
@@ -158,34 +142,22 @@ OVERFLOW = (0.7, math.inf, NON_FINITE)
     [
         ("fp32", [], (NAN, NAN, NON_FINITE), "none"),
         ("fp32", ["guard.on_nonfinite=stop"], (NAN, NAN, NON_FINITE), "guard.on_nonfinite=stop"),
-        ("fp32", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
-        ("fp16", ["guard.on_nonfinite=rewind"], OVERFLOW, "none"),
-        ("fp16", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
-        ("fp16", ["guard.on_nonfinite=stop", "guard.max_reactions=1"], OVERFLOW, "1 times in"),
+        ("fp16", ["guard.on_nonfinite=stop"], OVERFLOW, "none"),
+        ("fp16", ["guard.on_nonfinite=stop"], (NAN, NAN, NON_FINITE), "guard.on_nonfinite=stop"),
+        ("fp16", ["guard.on_nonfinite=stop", *ONCE], OVERFLOW, "1 times in"),
         ("fp32", ["guard.on_spike=skip"], (9.0, 1.0, SPIKE), "none"),
-        ("fp32", ["guard.on_spike=skip", "guard.max_reactions=1"], (9.0, 1, SPIKE), "a spike"),
+        ("fp32", ["guard.on_spike=skip", *ONCE], (9.0, 1, SPIKE), "a spike"),
         ("fp32", ["guard.on_spike=stop"], (9.0, 1.0, SPIKE), "guard.on_spike=stop"),
-        ("fp32", ["guard.on_spike=rewind"], (9.0, 1.0, SPIKE), "Rewind"),
-        (
-            "fp32",
-            ["guard.on_spike=rewind", "guard.max_reactions=2"],
-            (9.0, 1.0, SPIKE),
-            "2 rewinds",
-        ),
         ("fp32", ONCE, (NAN, NAN, NON_FINITE), "Lower optim.lr or lengthen the warm-up; the last"),
         ("fp16", ONCE, (NAN, NAN, NON_FINITE), "or use train.precision=bf16; the last"),
     ],
 )
 def test_actions_after_each_verdict(precision, settings, values, expected, config, tmp_path):
-    state = RunState(rewinds=2)
+    state = RunState()
     guard = guard_of(config, tmp_path, state, *settings, f"train.precision={precision}")
     problem = guard.read(7, values_of(*values))
     assert state.updates_skipped == state.updates_skipped_in_a_row == 1
-    if expected == "Rewind":
-        assert isinstance(problem, Rewind)
-        assert problem.step == 7
-    else:
-        assert expected in str(problem).replace("None", "none")
+    assert expected in str(problem).replace("None", "none")
     assert guard.read(8, values_of(1.0, 1.0)) is None
     assert (state.updates_skipped, state.updates_skipped_in_a_row) == (1, 0)
 
@@ -219,39 +191,23 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rewound") / "run"
-    train(planted, folder, *SETTINGS, *REWIND)
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(planted, folder, *SETTINGS, SKIP)
     return folder
 
 
-def differing(one: dict[str, str], other: dict[str, str], prefix: str = "") -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if name.startswith(prefix) and one[name] != other[name]]
-
-
-def test_a_run_rewinds_and_skips_the_batches_around_the_spike(finished):
-    (line,) = metrics(finished, "rewind")
-    assert (line["step"], line["at_step"], line["rewinds"]) == (SAVED_BEFORE, BAD_STEP + 1, 1)
-    assert (line["first_skipped"], line["last_skipped"]) == (BAD_STEP, BAD_STEP + 2)
+def test_a_run_skips_only_the_update_of_the_spike(finished):
+    (line,) = metrics(finished, "fault")
+    assert (line["step"], line["action"]) == (BAD_STEP + 1, "skip")
     assert line["loss"] > line["loss_limit"]
     assert len(line["samples"]) == 8
-    record = read_metrics(finished / "metrics.jsonl")
-    steps = [line["step"] for line in record if line["kind"] == "train"]
-    skipped_ranges = range(BAD_STEP, BAD_STEP + 3)
-    assert steps == [step for step in range(1, STEPS + 1) if step not in skipped_ranges]
-    assert metrics(finished, "train")[-1]["batches_skipped"] == 3
-    (losses,) = (read_epoch(path, STEPS, BATCH) for path in epoch_files(finished).values())
-    missing = np.isnan(losses).all((1, 2))
-    assert missing.nonzero()[0].tolist() == [step - 1 for step in skipped_ranges]
-    state = read_info(finished / "checkpoints" / f"step_{STEPS:08d}")
-    assert state["skipped_ranges"] == [[BAD_STEP - 1, BAD_STEP + 2]]
+    assert metrics(finished, "train")[-1]["updates_skipped"] == 1
 
 
 @needs("report")
-def test_the_recorded_samples_are_those_of_the_batch(finished, planted, capsys):
-    (line,) = metrics(finished, "rewind")
-    run_here("launch/replay.py", finished, "--step", line["at_step"], "--csv", finished / "b.csv")
-    assert "skipped: " in capsys.readouterr().out
+def test_the_recorded_samples_are_those_of_the_batch(finished):
+    (line,) = metrics(finished, "fault")
+    run_here("launch/replay.py", finished, "--step", line["step"], "--csv", finished / "b.csv")
     with (finished / "b.csv").open() as file:
         keys = {row["key"] for row in csv.DictReader(file)}
     named = {key for key, _ in line["samples"]}
@@ -260,37 +216,16 @@ def test_the_recorded_samples_are_those_of_the_batch(finished, planted, capsys):
     assert losses == sorted(losses, reverse=True)
 
 
-@pytest.mark.parametrize("is_noted", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_kill_around_a_rewind_does_not_change_the_result(is_noted, finished, planted, tmp_path):
+def test_a_resumed_run_skips_the_same_update(finished, planted, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > SAVED_BEFORE:
             shutil.rmtree(folder)
-    info = tmp_path / "run" / "checkpoints" / f"step_{SAVED_BEFORE:08d}" / "checkpoint.json"
-    content = json.loads(info.read_text())
-    assert content["skipped_ranges"], (
-        "the skipped batches must be recorded before any step is repeated"
-    )
-    if not is_noted:
-        info.write_text(json.dumps(sealed({**content, "skipped_ranges": [], "rewinds": 0})))
-    train(planted, tmp_path / "run", *SETTINGS, *REWIND)
-    assert len(metrics(tmp_path / "run", "rewind")) == 1 + (not is_noted)
-    assert not differing(final_state(finished, STEPS), final_state(tmp_path / "run", STEPS))
-
-
-@pytest.mark.full
-def test_skipping_the_update_equals_skipping_the_batch(planted, tmp_path):
-    train(planted, tmp_path / "skip", *SETTINGS, "guard.on_spike=skip")
-    train(planted, tmp_path / "back", *SETTINGS, REWIND[0], "guard.rewind_skip_steps=0")
-    (fault,) = metrics(tmp_path / "skip", "fault")
-    assert (fault["step"], fault["action"]) == (BAD_STEP + 1, "skip")
-    skipped = final_state(tmp_path / "skip", STEPS)
-    skipped_ranges = final_state(tmp_path / "back", STEPS)
-    for prefix in ("model.", "optim."):
-        assert not differing(skipped, skipped_ranges, prefix)
-    assert differing(skipped, skipped_ranges, "ema."), (
-        "averaged weights must move towards the unchanged weights"
-    )
+    train(planted, tmp_path / "run", *SETTINGS, SKIP)
+    assert [line["step"] for line in metrics(tmp_path / "run", "start")] == [0, SAVED_BEFORE]
+    (of_first, of_second) = metrics(tmp_path / "run", "fault")
+    assert of_second | {"time": 0} == of_first | {"time": 0}
+    assert final_state(finished, STEPS) == final_state(tmp_path / "run", STEPS)
 
 
 @pytest.mark.full
@@ -301,30 +236,4 @@ def test_a_run_stops_before_the_update_and_resumes_with_another_action(planted, 
     assert f"step {BAD_STEP + 1}: loss above the limit" in done.stderr
     assert "guard.on_spike=stop" in done.stderr
     assert last_checkpoint(tmp_path / "run") == SAVED_BEFORE
-    train(planted, tmp_path / "run", *SETTINGS, "guard.on_spike=skip")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, planted, tmp_path):
-    settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "loader.num_workers=1")
-    settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
-    train(planted, tmp_path / "whole", *settings, ranks=ranks)
-    killed = Background(planted, tmp_path / "run", *settings, ranks=ranks)
-    deadline = time.monotonic() + 240
-    while not rewinds_in(tmp_path / "run") or last_step(tmp_path / "run") < BAD_STEP:
-        assert killed.process.poll() is None, killed.end()
-        assert time.monotonic() < deadline, "the run did not rewind"
-        time.sleep(0.01)
-    killed.kill_all()
-    train(planted, tmp_path / "run", *settings, ranks=ranks)
-    starts = metrics(tmp_path / "run", "start")
-    assert [line["restarts"] for line in starts] == [0, 1]
-    assert not differing(
-        final_state(tmp_path / "whole", STEPS), final_state(tmp_path / "run", STEPS)
-    )
-
-
-def rewinds_in(run_dir: Path) -> bool:
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and '"kind": "rewind"' in path.read_text()
+    train(planted, tmp_path / "run", *SETTINGS, SKIP)

@@ -81,7 +81,7 @@ def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tm
     ("arguments", "status", "out", "err"),
     [
         (["optim.lr"], 0, r"optim\.lr: number above 0; default 0\.001 .*\n    Peak learning", ""),
-        (["guard"], 0, r"guard\.on_nonfinite: skip \| stop \| rewind; default skip\n", ""),
+        (["guard"], 0, r"guard\.on_nonfinite: skip \| stop; default skip\n", ""),
         (["layer_decay"], 0, r"optim\.layer_decay: .*\n(.*\n)+optim\.layer_decay_form: ", ""),
         (["aug_repeats_form"], 0, r"(.*\n)+ +Only with stream\.urls=null, and with aug_rep", ""),
         (

@@ -25,10 +25,6 @@ class RunState:
     """The number of skipped updates in the whole run."""
     updates_skipped_in_a_row: int = 0
     """The number of skipped updates since the last successful update."""
-    rewinds: int = 0
-    """The number of rewinds to a checkpoint (`vit.hooks.guard`)."""
-    skipped_ranges: list[list[int]] = field(default_factory=list)
-    """The ranges of skipped batches, each as [first step, last step + 1]."""
     recent: list[list[float]] = field(default_factory=list)
     """Step and loss of recent steps, from which the limit for spikes is computed."""
     interval_losses: list[float] = field(default_factory=list)
@@ -53,15 +49,6 @@ class RunState:
     """The time spent on the run over all attempts, including evaluation and saving."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that must match when the run resumes: the hash of the data, the model's classes."""
-
-    def is_skipped(self, step: int) -> bool:
-        """Return whether the batch of `step` is skipped."""
-        return any(first <= step < stop for first, stop in self.skipped_ranges)
-
-    def num_skipped(self, step: int) -> int:
-        """Return how many batches before `step` are skipped."""
-        ranges = (range(first, min(stop, step)) for first, stop in self.skipped_ranges)
-        return len(set().union(*ranges))
 
     def is_evaluation_due(self, plan: Plan) -> bool:
         """Return whether an evaluation at this step is planned but not done yet."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Config,
         DataConfig,
         EvalConfig,
-        GuardConfig,
         LossConfig,
         RunConfig,
         ScheduleConfig,
@@ -67,7 +66,6 @@ def find_problems(config: Config) -> list[Problem]:
         _training_rules(config),
         _schedule_rules(config.schedule, config.optim),
         _loss_rules(config.loss, config.model.num_classes, config.stream),
-        _guard_rules(config.guard, config.stream),
         image_size_rules(config),
         _eval_set_rules(config.eval),
         _channel_rules(config.data, config.model.in_chans),
@@ -183,15 +181,6 @@ def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Rules:
         " or set schedule.cooldown_epochs=null": (
             schedule.cooldown_epochs is not None and schedule.min_lr == 0
         ),
-    }
-
-
-def _guard_rules(guard: GuardConfig, stream: StreamConfig) -> Rules:
-    return {
-        f"guard.{key}=rewind does not work with a stream: set stream.urls=null": (
-            getattr(guard, key) == "rewind" and stream.urls is not None
-        )
-        for key in ("on_nonfinite", "on_spike")
     }
 
 

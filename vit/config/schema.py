@@ -149,7 +149,7 @@ class ScheduleConfig(Section):
     arXiv 2104.00298; docs/training.md). Evaluation always uses `model.image_size`."""
 
 
-Action = Literal["skip", "stop", "rewind"]
+Action = Literal["skip", "stop"]
 
 
 class GuardConfig(Section):
@@ -157,26 +157,16 @@ class GuardConfig(Section):
 
     on_nonfinite: Action = "skip"
     """Reaction to a gradient that is not finite, which never changes the weights: only skip the
-    update; stop the run; or go back to the newest checkpoint, and skip the batches around this one.
-    An overflow of fp16's loss scale only skips the update."""
+    update, or stop the run. An overflow of fp16's loss scale only skips the update."""
     on_spike: Literal["none"] | Action = "none"
     """Reaction to an update whose loss is a spike; `none`: apply the update."""
-    spike_sigmas: Annotated[float, Field(gt=0), OnlyWith("on_spike=skip|stop|rewind")] = 10.0
+    spike_sigmas: Annotated[float, Field(gt=0), OnlyWith("on_spike=skip|stop")] = 10.0
     """The limit is the median of the last `window_steps` steps plus this many standard deviations
     (1.4826 times the median distance from the median)."""
-    window_steps: Annotated[int, Field(ge=8), OnlyWith("on_spike=skip|stop|rewind")] = 128
+    window_steps: Annotated[int, Field(ge=8), OnlyWith("on_spike=skip|stop")] = 128
     """Number of steps from which the limit is computed; the first steps have no limit."""
-    rewind_skip_steps: Annotated[
-        int, Field(ge=0), OnlyWith("on_nonfinite=rewind", "on_spike=rewind")
-    ] = 100
-    """Batches to skip before and after the bad one; 0: skip only the bad one."""
-    max_reactions: Positive = 10
-    """Stop the run after this many consecutive skipped updates, and after this many rewinds instead
-    of one more."""
-
-    def rewinds(self) -> bool:
-        """Return whether a guard setting allows rewinds."""
-        return "rewind" in (self.on_nonfinite, self.on_spike)
+    max_skips: Positive = 10
+    """Stop the run after this many consecutive skipped updates."""
 
 
 class LossConfig(Section):

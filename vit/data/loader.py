@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
@@ -52,8 +52,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates over the batches at positions [start, stop), made by worker processes or this
     process.
 
-    Positions in range(a, b) are skipped for each (a, b) in `skipped_ranges`.
-
     The loader logs long waits with the current stage of each worker. A worker that makes no
     progress for `stall_timeout_s` is replaced; None disables this.
 
@@ -80,7 +78,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         device: torch.device | None = None,
         stall_timeout_s: float | None = STALL_TIMEOUT_S,
         on_device: Callable[[Batch], Batch] | None = None,
-        skipped_ranges: Sequence[Sequence[int]] = (),
     ):
         on_gpu = device is not None and device.type == "cuda"
         self.num_workers = num_workers
@@ -94,10 +91,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             on_gpu=on_gpu,
             max_ready=max_ready,
         )
-        self._positions: Sequence[int] = range(start, stop)
-        if skipped_ranges:
-            skipped = set().union(*(range(*pair) for pair in skipped_ranges))
-            self._positions = [position for position in self._positions if position not in skipped]
+        self._positions = range(start, stop)
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)
         # Allocate the slots before the workers start, because workers inherit this memory.

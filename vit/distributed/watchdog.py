@@ -107,15 +107,14 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. All ranks must call this, and may call it again after `close`."""
-        if self._world.store is None or self._limit_s is None or self._threads:
+        """Start the threads. All ranks must call this, once."""
+        if self._world.store is None or self._limit_s is None:
             return
         try:
             with self._world.asking_store():
                 store = self._world.store.clone()
         except StoreLost:
             return  # torchrun has exited, but the ranks may still save.
-        self._closed = threading.Event()
         self._answered_at = time.monotonic()
         beat_s = min(self._limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
         for work, arguments in (

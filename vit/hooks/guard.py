@@ -1,22 +1,17 @@
-"""Detect loss spikes and non-finite gradients; skip the update, stop the run, or rewind.
+"""Detect loss spikes and non-finite gradients; skip the update, or stop the run.
 
 1. `GuardHook.loss_limit` computes a limit for the loss from steps up to two before the current
    step. The results of these steps are known before the step is queued, so all ranks and resumed
    runs use the same limit.
 2. The device skips the update if the loss exceeds it. `vit.step` decides from sums over all ranks.
-3. One step later, the host reads the decision. `GuardHook.read` then continues, stops the run, or
-   rewinds to the newest checkpoint.
+3. One step later, the host reads the decision. `GuardHook.read` then continues or stops the run.
 
-After a rewind, the run trains again up to the bad batch, and skips the batches around it. Skipped
-batches and updates still count as steps, so order, learning rate, epochs and seeds remain functions
-of the step. `RunState.skipped_ranges` lists the skipped batches. The list is written to the
-checkpoint before training continues, so a kill changes nothing.
+Skipped updates still count as steps, so order, learning rate, epochs and seeds remain functions of
+the step.
 
-Skipping batches follows PaLM (arXiv 2204.02311, section 5.1: restart from a checkpoint about 100
-steps before the spike, and skip 200 to 500 batches). Skipping updates follows allenai/OLMo-core's
-SkipStepOptimizer, whose limit is 6 standard deviations above the mean of the last 128 steps. This
-module uses the median and the median absolute deviation instead, because a spike in the window does
-not raise them.
+Skipping updates follows allenai/OLMo-core's SkipStepOptimizer, whose limit is 6 standard deviations
+above the mean of the last 128 steps. This module uses the median and the median absolute deviation
+instead, because a spike in the window does not raise them.
 """
 
 from __future__ import annotations
@@ -25,95 +20,29 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
 from shlex import quote
 from typing import Any
 
 import numpy as np
 import torch
 
-from vit.checkpoint import checkpoint as checkpoints
-from vit.checkpoint.resume import restart_best
-from vit.checkpoint.state import RunState
 from vit.config.schema import Config
-from vit.run import GoBack, Hook, Run
-from vit.run_folder import CHECKPOINTS
+from vit.run import Hook, Run
 from vit.system.files import ShardError
 from vit.training.step_result import NON_FINITE, READ_LATE, StepValues
 
 NORMAL_SIGMA = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
-DONE = {"skip": "update skipped", "stop": "the run stops", "rewind": "the run goes back"}
+DONE = {"skip": "update skipped", "stop": "the run stops"}
 """Maps each action to its text in messages and metrics.jsonl."""
 NAMED_SAMPLES = 8
 """The number of samples with the largest losses that metrics.jsonl lists for a bad batch."""
 
 
-class Rewind(GoBack):
-    """A return to the newest checkpoint that skips the batches around a step."""
-
-    def __init__(self, step: int, details: dict[str, Any]):
-        """step: counted from 0. details: values for the line in metrics.jsonl, including
-        `reason`."""
-        super().__init__(f"step {step + 1}: {details['reason']}")
-        self.step = step
-        self.details = details
-
-    def state_from(self, saved: RunState, abandoned: RunState, skip_steps: int) -> RunState:
-        """Return `saved`, changed so that the batches around the step are skipped.
-
-        saved: the state in the checkpoint. abandoned: the current state, whose counters and facts
-        are preserved, because the checkpoint may predate a change of `train.exact_over_ranks`.
-        """
-        window = [max(self.step - skip_steps, saved.step), self.step + skip_steps + 1]
-        return replace(
-            saved,
-            skipped_ranges=[*saved.skipped_ranges, window],
-            rewinds=abandoned.rewinds + 1,
-            restarts=abandoned.restarts,
-            facts=abandoned.facts,
-            elapsed_s=abandoned.elapsed_s,
-        )
-
-    def apply(self, run: Run) -> None:
-        """Load the newest checkpoint. All ranks must call this."""
-        skip_steps = run.config.guard.rewind_skip_steps
-
-        def update_checkpoint() -> tuple[str, dict[str, Any]]:
-            newest = checkpoints.newest_checkpoint(run.folder, verify=True)
-            assert newest is not None, "a run that may rewind saves its start"
-            folder, info = newest
-            state = self.state_from(checkpoints.state_of(info), run.state, skip_steps)
-            # Save before training resumes, so that the run skips the same batches if it is killed
-            # and restarted.
-            checkpoints.update_info(folder, asdict(state))
-            run.place.push()
-            return folder.name, asdict(state)
-
-        name, values = run.world.broadcast_from_main(update_checkpoint)
-        run.state = RunState(**values)
-        checkpoints.load_checkpoint(run.folder / CHECKPOINTS / name, run.train_step)
-        restart_best(run.folder, run.state, run.world)
-        first, stop = run.state.skipped_ranges[-1]
-        stop = min(stop, run.plan.total_steps)
-        run.record.go_back(
-            run.state.step,
-            f"back at step {run.state.step} after {self} (rewind {run.state.rewinds} of"
-            f" {run.config.guard.max_reactions}): steps {first + 1} to {stop} will be skipped"
-            f"{', the rest of the run' if stop == run.plan.total_steps else ''}",
-            at_step=self.step + 1,
-            first_skipped=first + 1,
-            last_skipped=stop,
-            rewinds=run.state.rewinds,
-            **self.details,
-        )
-
-
 class GuardHook(Hook):
-    """Skips bad updates, and then continues, stops or rewinds the run (`guard`)."""
+    """Skips bad updates, and then continues or stops the run (`guard`)."""
 
     def __init__(self, config: Config):
-        self.saves_start = config.guard.rewinds()
         self._settings = config.guard
 
     def begin(self, run: Run) -> None:
@@ -146,7 +75,7 @@ class GuardHook(Hook):
         return batches.image_format.in_epoch(step // batches.order.steps_per_epoch).size
 
     def read(self, step: int, values: StepValues) -> Exception | None:
-        """Count and record a skipped update. Return an error that ends the attempt, or None.
+        """Count and record a skipped update. Return an error that ends training, or None.
 
         All ranks must call this for the same steps.
         """
@@ -182,25 +111,15 @@ class GuardHook(Hook):
         )
         if action == "skip":
             return self._too_many(step, values)
-        if action == "rewind" and state.rewinds < self._settings.max_reactions:
-            return Rewind(step, {"reason": reason, **details})
-        if action == "rewind":
-            cause = f"after {state.rewinds} rewinds (guard.max_reactions)"
-            remedy = "raise guard.rewind_skip_steps"
-            if not not_finite:
-                remedy += " or guard.spike_sigmas"
-        else:
-            cause = f"and guard.{key}=stop"
-            remedy = f"continue with guard.{key}=skip or rewind"
         return ValueError(
-            f"step {step + 1}: {reason} ({numbers}), {cause}: look at the batch"
-            f" with {self._replay(step)}; lower optim.lr, lengthen the warm-up, or {remedy}; the"
-            " last checkpoint was saved before this step"
+            f"step {step + 1}: {reason} ({numbers}), and guard.{key}=stop: look at the batch"
+            f" with {self._replay(step)}; lower optim.lr, lengthen the warm-up, or continue with"
+            f" guard.{key}=skip; the last checkpoint was saved before this step"
         )
 
     def _too_many(self, step: int, values: StepValues) -> ValueError | None:
         count = self._run.state.updates_skipped_in_a_row
-        if count < self._settings.max_reactions:
+        if count < self._settings.max_skips:
             return None
         problem = f"{count} updates in a row were skipped, the last because of a spike"
         remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
@@ -209,7 +128,7 @@ class GuardHook(Hook):
             remedy = "Lower optim.lr or lengthen the warm-up"
             if self._scales_loss:
                 remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
-        setting = f"guard.max_reactions={self._settings.max_reactions}"
+        setting = f"guard.max_skips={self._settings.max_skips}"
         return ValueError(
             f"step {step + 1}: {problem} (loss {values.loss:.4g}; {setting}): training has"
             f" diverged. {remedy}; the last checkpoint was saved before this step"

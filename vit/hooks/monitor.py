@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from vit.data.loader import Loader, LoaderStats
 from vit.distributed.process_group import World, local_world_size, peak_memory_gib
-from vit.run import GoBack, Run
+from vit.run import Run
 from vit.system.host import num_cores
 from vit.system.meter import digits, duration
 from vit.system.stages import TALLIED, Stage, Tally, add_up, since
@@ -171,8 +171,7 @@ class Monitor:
     def flush(self, is_next_queued: bool = False) -> None:
         """Read the stored result. The device becomes idle if no other step is queued.
 
-        Sets `stop` if a rank received a signal. Raises the error that a hook returns: `GoBack` or
-        ValueError.
+        Sets `stop` if a rank received a signal. Raises the error that a hook returns.
         """
         if self._pending is None:
             return
@@ -196,16 +195,8 @@ class Monitor:
             self.run.record.write("norms", step + 1, **values.norms)
         for problem in filter(None, problems):
             self.run.state.elapsed_s = self.elapsed_s()
-            if isinstance(problem, GoBack):
-                raise problem
             with self.run.world.fail_together():
                 raise problem
-
-    def skip(self, step: int) -> None:
-        """Read the result of the queued step, and notify the hooks that `step` is skipped."""
-        self.flush()
-        for hook in self.run.hooks:
-            hook.skipped(step)
 
     def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
         self._began = began
@@ -299,7 +290,6 @@ class Monitor:
             elapsed_s=self.elapsed_s(),
             peak_memory_gib=peak_memory_gib(self.run.world.device),
             updates_skipped=self.run.state.updates_skipped,
-            batches_skipped=self.run.state.num_skipped(step),
             bad_images=self.run.state.bad_images,
             **self._loader_metrics(loaders, waiting),
         )

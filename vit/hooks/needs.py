@@ -128,12 +128,10 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
     # Streamed samples have no index, so per-sample losses are not saved.
     keeps_losses = config.log.sample_losses if config.stream.urls is None else 0
-    # The checkpoint before the first step is one of `keep_every`.
-    keeps_start = config.checkpoint.keep_every is not None and config.guard.rewinds()
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # "best" needs an evaluation
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
-        num_checkpoints=_num_checkpoints(config.checkpoint, num_saves) + keeps_start,
+        num_checkpoints=_num_checkpoints(config.checkpoint, num_saves),
         weights_bytes=num_names * copies * weights_bytes,
         samples_bytes=folder_bytes(plan, keeps_losses),
     )

@@ -83,7 +83,6 @@ class OrderHook(Hook):
             last_batch=state.step - 1,
             exact=self._order is not None,
             sample_checksum=f"{state.sample_checksum:016x}",
-            batches_skipped=state.num_skipped(state.step) - state.num_skipped(first),
             samples_dropped=self._run.plan.dropped_per_epoch if is_epoch_end else 0,
         )
         state.checked_step = state.step

@@ -8,7 +8,7 @@
 
 [step, 0] are the losses of a batch and [step, 1] its margins (`vit.training.metrics.margins`), row
 by row. The sample of a row is not stored, because it follows from the order (vit.data.order). NaN
-marks rows that were skipped or unreadable. The loss uses the training target, which is mixed if
+marks rows that were not reached or unreadable. The loss uses the training target, which is mixed if
 images are mixed.
 """
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from vit.config.schema import Config
 from vit.distributed.process_group import World
-from vit.run import Hook, Run
+from vit.run import Hook
 from vit.run_folder import SAMPLES_FOLDER, Place
 from vit.system.files import replacing
 from vit.training.plan import Plan
@@ -77,15 +77,6 @@ class SampleLosses:
             with np.errstate(over="ignore"):  # values above 65,504 become infinite
                 pairs = np.stack([losses, margins], 1).astype(np.float16)
             self._steps.append((step, pairs.view(np.int32)[:, 0]))
-
-    def pass_over(self, step: int) -> None:
-        """Add NaN for a skipped step, because an abandoned attempt may have written its losses."""
-        nothing = np.full(len(self._plan.rows_of(self._world.rank)), np.nan, np.float32)
-        self.add(step, nothing, nothing)
-
-    def drop(self) -> None:
-        """Drop losses that have not been collected, because the run repeats their steps."""
-        self._steps = []
 
     def collect(self) -> list[Written]:
         """Return the values of all ranks since the last call; [] on all ranks but 0.
@@ -157,17 +148,9 @@ class SamplesHook(Hook):
         self.saved = SampleLosses(place.folder, world, data.plan, config.log.sample_losses)
         return Notes()
 
-    def begin(self, run: Run) -> None:
-        """Drop the losses of steps that are trained again."""
-        self.saved.drop()
-
     def read(self, step: int, values: StepValues) -> None:
         """See `Hook`."""
         self.saved.add(step, values.losses, values.margins)
-
-    def skipped(self, step: int) -> None:
-        """See `Hook`."""
-        self.saved.pass_over(step)
 
 
 def epoch_files(run_dir: Path) -> dict[int, Path]:

@@ -1,7 +1,7 @@
 """Read the lines of a record, `metrics.jsonl`, without torch, so that small processes start fast.
 
-A restarted run appends to the same file. From the step of a `start` or `rewind` line on, later
-lines replace earlier lines.
+A restarted run appends to the same file. From the step of a `start` line on, later lines
+replace earlier lines.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def parse_lines(rows: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
 
 
 def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `lines` without the lines that a resume or a rewind has replaced."""
+    """Return `lines` without the lines that a resume has replaced."""
     valid: list[dict[str, Any]] = []
     for line in lines:
-        if line["kind"] in ("start", "rewind"):
+        if line["kind"] == "start":
             valid = [old for old in valid if old["kind"] == "start" or old["step"] <= line["step"]]
         valid.append(line)
     return valid
@@ -65,7 +65,7 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
             for name in line.keys() - _OF_EACH_LINE
             for layer, value in line[name].items()
         }
-    elif kind not in ("train", "eval", "fault", "rewind"):
+    elif kind not in ("train", "eval", "fault"):
         return {}
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
     return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
@@ -82,7 +82,7 @@ class Rows:
 
     def add(self, line: dict[str, Any]) -> None:
         """Add the next line of the record."""
-        if line["kind"] in ("start", "rewind"):
+        if line["kind"] == "start":
             self.rows = [row for row in self.rows if row[0] <= line["step"]]
             self._restarts = line.get("restarts", self._restarts)
         if numbers := numbers_of(line):

@@ -109,7 +109,7 @@ class Record:
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line. Raises ValueError if it cannot be written.
 
-        kind: start, reference, ready, train, norms, eval, epoch, checkpoint, fault, rewind or end.
+        kind: start, reference, ready, train, norms, eval, epoch, checkpoint, fault or end.
         """
         if not self.is_main:
             return
@@ -216,14 +216,6 @@ class Record:
                 "vit.extras.loggers.tensorboard:TensorboardView", "log.tensorboard=true"
             )
             self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.log)
-
-    def go_back(self, step: int, text: str, **values: Any) -> None:
-        """Print and record that the run rewinds to `step`. Later lines become invalid."""
-        self.log(text)
-        self.write("rewind", step, **values)
-        if self._tensorboard is not None:  # start a new file, which begins with the valid lines
-            self._tensorboard.close()
-            self.start_tensorboard()
 
     def log_pictures(self, pictures: dict[str, Path]) -> None:
         """Show PNG files on W&B and in TensorBoard under `report/<name>`."""

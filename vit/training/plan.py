@@ -210,10 +210,7 @@ def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
 
 
 def _check_guard(guard: GuardConfig, total_steps: int) -> None:
-    """Raise ValueError if the run is too short for spike limits or for a rewind.
-
-    Otherwise a rewind could skip all steps, and the run would finish with its initial weights.
-    """
+    """Raise ValueError if the run is too short for spike limits."""
     first_limit = guard.window_steps + READ_LATE
     if guard.on_spike != "none" and total_steps < first_limit:
         raise ValueError(
@@ -221,14 +218,6 @@ def _check_guard(guard: GuardConfig, total_steps: int) -> None:
             f" with guard.window_steps={guard.window_steps}, the first limit applies at step"
             f" {first_limit:,}: lower guard.window_steps, lengthen the run, or set"
             " guard.on_spike=none"
-        )
-    window = 2 * guard.rewind_skip_steps + 1
-    most = max((total_steps - 2) // 2, 0)
-    if guard.rewinds() and guard.rewind_skip_steps > most:
-        raise ValueError(
-            f"guard.rewind_skip_steps={guard.rewind_skip_steps}: a rewind would skip {window:,}"
-            f" batches, but the run has only {total_steps:,}: set at most {most:,}, or lengthen"
-            " the run"
         )
 
 

@@ -217,16 +217,6 @@ def test_rejects_an_indivisible_batch_and_names_valid_ones(config, settings, ran
         make_plan(loaded, 60, ranks)
 
 
-@pytest.mark.full
-def test_the_guard_skips_the_same_batches_with_unequal_shares(config, tmp_path):
-    rewind = ("guard.on_spike=rewind", "guard.rewind_skip_steps=2", "guard.max_reactions=2")
-    for ranks in (1, 4):
-        train(config, tmp_path / str(ranks), *EXACT, *rewind, "train.steps=24", ranks=ranks)
-    assert hashes(tmp_path / "1") == hashes(tmp_path / "4")
-    assert final_state(tmp_path / "1", 24) == final_state(tmp_path / "4", 24)
-    assert "rewind" in {line["action"] for line in record(tmp_path / "4", "fault")}
-
-
 def test_a_batch_norm_is_refused():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     with pytest.raises(ValueError, match=r"exact_over_ranks: 1 \(BatchNorm1d\) keeps"):

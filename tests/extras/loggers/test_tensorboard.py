@@ -44,7 +44,7 @@ def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
     events = defaultdict(list)
     for line in read_metrics(folder / METRICS_FILE):
         for key, value in line.items():
-            kinds = ("train", "eval", "fault", "rewind")
+            kinds = ("train", "eval", "fault")
             is_shown = line["kind"] in kinds and key not in ("step", "time")
             if is_shown and isinstance(value, int | float):
                 event = (line["step"], line["time"], float(np.float32(value)))
@@ -100,20 +100,6 @@ def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
     assert path.read_bytes() == b"", "one file must contain all events"
     looks_on.Reload()
     assert [event.step for event in looks_on.Scalars("train/loss")] == list(range(1, 8))
-
-
-def test_steps_before_a_rewind_are_not_shown(tmp_path):
-    record = started(tmp_path, 0)
-    for step in range(1, 7):
-        record.write("train", step, loss=float(step))
-    record.go_back(3, "back", at_step=6, loss=6.0)
-    for step in (4, 6):
-        record.write("train", step, loss=10.0 * step)
-    record.close()
-    events = shown(tmp_path)
-    assert events == recorded(tmp_path)
-    assert [step for step, _, _ in events["train/loss"]] == [1, 2, 3, 4, 6]
-    assert [event[::2] for event in events["rewind/at_step"]] == [(3, 6.0)]
 
 
 @pytest.mark.full

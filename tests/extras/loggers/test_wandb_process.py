@@ -151,22 +151,6 @@ def test_the_next_start_sends_lines_that_the_service_lacks(tmp_path, server):
     assert [row["global_step"] for row in recorded(tmp_path)] == [*range(6), 5, 6, 7, 7]
 
 
-def test_a_rewound_run_is_shown_without_its_discarded_steps(tmp_path):
-    record = Record(tmp_path, LogConfig(wandb="offline"), True, total_steps=10)
-    record.write("start", 0, restarts=0)
-    record.start_wandb()
-    for step in range(1, 6):
-        record.write("train", step, loss=float(step))
-    record.go_back(2, "back", at_step=5)
-    for step in range(4, 8):
-        record.write("train", step, loss=10.0 * step)
-    record.close()
-    (part,) = parts(tmp_path)
-    shown = numbers(read_wandb(part)[2])
-    assert shown == recorded(tmp_path)
-    assert [row["global_step"] for row in shown] == [1, 2, 2, 4, 5, 6, 7]
-
-
 @pytest.mark.full
 def test_the_printed_commands_upload_each_line_once(tmp_path, monkeypatch, capfd, server):
     """The first attempt is uploaded by `wandb sync`. Only the server then knows which lines have

@@ -101,10 +101,10 @@ def recorded(folder: Path) -> list[dict]:
     for number, line in enumerate(lines):
         restarts = line.get("restarts", restarts)
         is_replaced = any(
-            later["kind"] in ("start", "rewind") and later["step"] < line["step"]
+            later["kind"] == "start" and later["step"] < line["step"]
             for later in lines[number + 1 :]
         )
-        if line["kind"] not in ("train", "eval", "fault", "rewind") or is_replaced:
+        if line["kind"] not in ("train", "eval", "fault") or is_replaced:
             continue
         row = {
             f"{line['kind']}/{key}": value

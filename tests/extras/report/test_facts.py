@@ -93,14 +93,11 @@ def shown(folder: Path, *lines: dict) -> str:
 
 
 @pytest.mark.parametrize(("limit", "shown_limit"), [(2.5, "; loss limit 2.5"), (None, "")])
-def test_skipped_batches_and_the_limit_are_listed(limit, shown_limit, tmp_path):
+def test_a_spike_and_the_limit_are_listed(limit, shown_limit, tmp_path):
     spike = {"reason": "loss above the limit", "loss": 7.5, "grad_norm": 1.0, "loss_limit": limit}
-    back = {"at_step": 9, "first_skipped": 7, "last_skipped": 11, "rewinds": 1}
-    line = {"kind": "rewind", "step": 6, "time": 1e9 + 5, **back, **spike}
-    text = shown(tmp_path, line, {**train_line(10), "batches_skipped": 4})
-    assert "10 steps · 4 skipped" in text
-    assert "1 rewind to a checkpoint; 4 batches were skipped" in text
-    assert f"steps 7 to 11 are skipped (loss 7.5; gradient norm 1{shown_limit})" in text, (
+    line = {"kind": "fault", "step": 6, "time": 1e9 + 5, "action": "skip", **spike}
+    text = shown(tmp_path, line, train_line(10))
+    assert f"loss above the limit (loss 7.5; gradient norm 1{shown_limit})" in text, (
         "a missing limit must not be shown as a limit that is not finite"
     )
 

@@ -65,12 +65,6 @@ def _(place):
     place.train(*DIVERGING, "guard.on_nonfinite=stop")
 
 
-@scenario("the same with `guard.on_nonfinite=rewind` and `guard.max_reactions=1`", begun=True)
-def _(place):
-    rewind = ["guard.on_nonfinite=rewind", "guard.rewind_skip_steps=0", "guard.max_reactions=1"]
-    place.train(*DIVERGING, *rewind)
-
-
 OF_GUEST = ["model.embed_dim=null", "model.depth=null", "model.num_heads=null"]
 OF_GUEST += ["model.proj_drop_rate=null", "model.drop_path_rate=null"]
 EXACT = ["train.exact_over_ranks=true", "data.micro_batch_size=6"]
@@ -102,7 +96,6 @@ ALONE = {
     ],
     "a setting that has no effect without another one": ["guard.spike_sigmas=4"],
     "limits for spikes in a run that ends before the first": ["guard.on_spike=skip"],
-    "a rewind that would pass over the entire run": ["guard.on_nonfinite=rewind"],
     "a batch larger than the data": ["data.global_batch_size=64"],
     "no such dataset folder": ["data.root=data/nowhere"],
     "a set to evaluate on with the name of the validation split": ["eval.sets.val.split=train"],

@@ -105,15 +105,13 @@ class History:
         The newest checkpoint contains the losses of the steps since the last line of metrics.
         """
         newest = self.infos[max(self.kept)] if self.kept else {}
-        ranges = newest.get("skipped_ranges", [])
-        skipped = {step for first, stop in ranges for step in range(first + 1, stop + 1)}
         unlogged = [
             loss if math.isfinite(loss) else None for loss in newest.get("interval_losses", [])
         ]
         train_lines = [line for line in self.lines if line["kind"] == "train"]
         losses: dict[int, float | None] = {}
         for line in ({"step": newest.get("step", 0), "losses": unlogged}, *train_lines):
-            steps = (step for step in range(line["step"], 0, -1) if step not in skipped)
+            steps = range(line["step"], 0, -1)
             losses |= zip(steps, reversed(line["losses"]))  # noqa: B905  # ends early
         return losses
 

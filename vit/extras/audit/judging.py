@@ -25,10 +25,7 @@ from vit.system.spelling import few
 from vit.weights.save import bytes_of
 
 COMPARED = {
-    "train": (
-        *("loss", "grad_norm", "lr", "weight_decay"),
-        *("updates_skipped", "batches_skipped", "bad_images"),
-    ),
+    "train": (*("loss", "grad_norm", "lr", "weight_decay"), *("updates_skipped", "bad_images")),
     "epoch": ("sample_checksum",),
     "eval": ("top1", "top5", "loss"),
 }

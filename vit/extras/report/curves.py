@@ -164,20 +164,12 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
 
 
 def _draw_faults(axes: Axes, history: History) -> None:
-    """Draw crosses at skipped updates, and bands over batches that were skipped after a rewind."""
+    """Draw crosses at skipped updates."""
     across: dict[str, Any] = {"markersize": 6, "transform": axes.get_xaxis_transform()}
     steps = [line["step"] for line in history.of_kind("fault")]
     if steps:
         label = f"{len(steps):,} updates skipped"
         axes.plot(steps, [0.03] * len(steps), "x", color="black", label=label, **across)
-    rewinds = history.of_kind("rewind")
-    if rewinds:
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # space for the triangles above the curves
-    for number, line in enumerate(rewinds):
-        label = f"skipped, {len(rewinds):,} rewinds" if not number else "_"
-        band = (line["first_skipped"] - 1, line["last_skipped"])
-        axes.axvspan(*band, color=GREY, alpha=0.25, linewidth=0, label=label)
-        axes.plot([line["at_step"]], [0.97], "v", color=ORANGE, **across)
 
 
 def _draw_loss(axes: Axes, history: History) -> None:
@@ -292,8 +284,7 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
     """Plot loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
 
     Dotted lines mark restarts, gray lines mark changes of the image size, crosses mark skipped
-    updates, bands mark skipped batches, and triangles mark rewinds. Curves with more than 500
-    points are averaged. Returns `picture`.
+    updates. Curves with more than 500 points are averaged. Returns `picture`.
     """
     history = _read_curves(metrics)
     with drawing(picture, 6.2, layout="constrained") as figure:

@@ -258,19 +258,14 @@ def throughput(history: History, batch_size: int) -> dict[str, Any]:
         "data_wait_share": min(waited_s / spent_s, 1.0) if spent_s else None,
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
-        "num_images": max(map(_batches_done, train), default=0) * batch_size or None,
-        "skipped": train[-1].get("batches_skipped") if train else None,
+        "num_images": max((line["step"] for line in train), default=0) * batch_size or None,
         "peak_memory_gib": max(memory, default=None),
         "batches_checked": sum(
-            line["last_batch"] - line["first_batch"] + 1 - (line.get("batches_skipped") or 0)
+            line["last_batch"] - line["first_batch"] + 1
             for line in history.of_kind("epoch")
             if line["exact"]
         ),
     }
-
-
-def _batches_done(line: dict[str, Any]) -> int:
-    return int(line["step"] - (line.get("batches_skipped") or 0))
 
 
 def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
@@ -279,12 +274,11 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
     errors = [line for line in history.of_kind("end") if line.get("outcome") == "error"]
     faults = [
         {"step": line["step"], "time": line.get("time"), "text": _fault_text(line)}
-        for line in [*history.of_kind("fault"), *history.of_kind("rewind"), *errors]
+        for line in [*history.of_kind("fault"), *errors]
     ]
     return {
         "lines": sorted(faults, key=lambda fault: fault["step"]),
         "updates_skipped": max((line.get("updates_skipped") or 0 for line in train), default=0),
-        "rewinds": len(history.of_kind("rewind")),
         "bad_images": max((line.get("bad_images") or 0 for line in train), default=0),
         "damaged": sorted(path.name for path in (run_dir / CHECKPOINTS).glob("damaged_*")),
         "unreadable": history.num_unreadable,
@@ -293,20 +287,14 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
 
 def _fault_text(line: dict[str, Any]) -> str:
     general = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
-    of_rewinds = ("at_step", "first_skipped", "last_skipped", "rewinds")
     details = [
         f"{key.replace('_', ' ').replace('grad norm', 'gradient norm')} {_short(value)}"
         for key, value in line.items()
-        if key not in (*general, *of_rewinds) and not (value is None and key.endswith("_limit"))
+        if key not in general and not (value is None and key.endswith("_limit"))
     ]
     if line.get("samples"):
         details.append(f"largest losses: {', '.join(key for key, _ in line['samples'][:3])}")
     reason = str(line.get("reason", "?"))
-    if line["kind"] == "rewind":
-        reason = (
-            f"rewound from step {line['at_step']:,} ({reason}); steps"
-            f" {line['first_skipped']:,} to {line['last_skipped']:,} are skipped"
-        )
     return f"{reason} ({'; '.join(details)})" if details else reason
 
 

@@ -94,16 +94,14 @@ class History:
 
         Lines with missing values are skipped.
         """
-        step = skipped_ranges = 0
+        step = 0
         batch_size = math.nan
         for line in self.lines:
             if line["kind"] == "start":
                 batch_size = (line.get("plan") or {}).get("global_batch_size", math.nan)
                 step = line["step"]
             elif line["kind"] == "train":
-                before = skipped_ranges
-                skipped_ranges = line.get("batches_skipped") or 0
-                num_images = (line["step"] - step - (skipped_ranges - before)) * batch_size
+                num_images = (line["step"] - step) * batch_size
                 step = line["step"]
                 images_per_s = line.get("images_per_s")
                 if num_images > 0 and images_per_s and line.get("data_wait_s") is not None:

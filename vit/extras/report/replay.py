@@ -122,12 +122,7 @@ class Replay:
         record = source.run_dir / METRICS_FILE
         lines = read_metrics(record)
         starts = [line for line in lines if line["kind"] == "start" and line["step"] < step]
-        last = max((line.get("at_step", line["step"]) for line in lines), default=0)
-        self.is_skipped = any(
-            line["first_skipped"] <= step <= line["last_skipped"]
-            for line in lines
-            if line["kind"] == "rewind"
-        )
+        last = max((line["step"] for line in lines), default=0)
         if not last:
             raise ValueError(
                 f"{record}: contains no training steps: pass the folder of a run that has trained,"
