@@ -129,17 +129,19 @@ def seconds(work: Work, gpu: Gpu, precision: str, compiled: bool) -> float:
     return work.flops / flops_per_s + num_bytes / (gpu.bandwidth_gbs * 1e9)
 
 
-def bound_s(model: Any, num_images: int, device_name: str, precision: str) -> float | None:
+def bound_s(
+    model: Any, num_images: int, micro_batch_size: int, device_name: str, precision: str
+) -> float | None:
     """Return a time that no training step of `num_images` can be shorter than, or None for a device
     without a known peak.
 
     Matrix products run at the data sheet's peak, and nothing is recomputed. `model` as for
-    `forward_work`.
+    `forward_work`. micro_batch_size: determines how many samples and patches are dropped.
     """
     gpu = find_device(device_name)
     if gpu is None:
         return None
-    work = training_work(*forward_work(model))
+    work = training_work(*forward_work(model, micro_batch_size))
     num_weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_bytes = num_images * work.elements * LEAST_BYTES * (2 if precision == "fp32" else 1)
     num_bytes += num_weights * UPDATE_BYTES

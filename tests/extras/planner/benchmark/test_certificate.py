@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vit.extras.planner.benchmark.certificate import loading_table, step_table, write_results
-from vit.extras.planner.roofline import forward_work, seconds, training_work
+from vit.extras.planner.roofline import bound_s, forward_work, seconds, training_work
 from vit.extras.planner.speed import WITHIN_MEASURED, choose_speed
 from vit.model import create_model
 from vit.system.gpus import find_gpu
@@ -71,6 +71,17 @@ def result(
         "training": list(rows),
         "loading": loading,
     }
+
+
+@pytest.mark.parametrize(
+    "fields", [{"drop_path_rate": 0.5, "drop_path_form": "subset"}, {"patch_drop_rate": 0.5}]
+)
+def test_the_limits_of_the_gpu_count_only_what_a_step_computes(fields):
+    fields |= {"depth": 3, "drop_path_schedule": "constant"}
+    with torch.device("meta"):
+        whole, dropping = (create_model("vit_b16", **each) for each in ({"depth": 3}, fields))
+    whole_s, dropping_s = (bound_s(each, 4096, 64, H200.name, "bf16") for each in (whole, dropping))
+    assert dropping_s == pytest.approx(0.52 * whole_s, rel=0.05)
 
 
 @pytest.mark.full

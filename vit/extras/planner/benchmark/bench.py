@@ -302,7 +302,9 @@ def _measure_row(
         "flops_per_image": flops_per_image,
         "num_steps": times.num_steps,
         "step_s": times.step_s,
-        "bound_s": bound_s(model, rank_batch_size, device_name(world), config.train.precision),
+        "bound_s": bound_s(
+            model, rank_batch_size, micro_batch_size, device_name(world), config.train.precision
+        ),
         "fastest_step_s": times.fastest_s,
         "slowest_step_s": times.slowest_s,
         "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
