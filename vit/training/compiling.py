@@ -34,8 +34,8 @@ def compile_blocks(
     # image sizes, each for several epochs, so one graph per size is faster.
     num_sizes = 1 + len(getattr(model, "other_sizes", ()))
     # By default, torch splits each graph at DDP bucket boundaries and optimizes the pieces
-    # separately. With one graph per block, splitting is not needed: the all-reduce of one block
-    # already overlaps with the backward pass of the next.
+    # separately. With one graph per group of blocks, splitting is not needed: the all-reduce of one
+    # group already overlaps with the backward pass of the next.
     torch._dynamo.config.optimize_ddp = False
     # Blocks of timm models with different drop path rates have one graph each. After 8 graphs (the
     # default limit), torch would run all other blocks uncompiled, even in evaluation.
