@@ -138,6 +138,12 @@ def test_a_schedule_gives_each_block_its_rate(schedule, form):
     assert rates[::2] == rates[1::2] == pytest.approx(expected)
 
 
+def test_a_probability_is_rounded_once():
+    paths = small(12, drop_path_rate=0.1).drop_paths
+    expected = torch.tensor([1.0 - rate for rate in paths.rates])
+    assert torch.equal(paths.keep_probs.flatten(), expected)
+
+
 def test_evaluation_computes_all_rows_and_parameters_keep_their_names():
     plain = small()
     model = small(**SUBSET, drop_path_rate=0.9)

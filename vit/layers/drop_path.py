@@ -63,7 +63,8 @@ class DropPaths(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fill the buffer, for example after `to_empty`."""
-        self.keep_probs.copy_(1.0 - torch.tensor(self.rates).unsqueeze(1))
+        # Subtract in fp64: in fp32, some probabilities would be rounded twice.
+        self.keep_probs.copy_(1.0 - torch.tensor(self.rates, dtype=torch.float64).unsqueeze(1))
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
         """Return what `add_branch` takes for each branch, for tokens (B, ...); nothing if nothing
