@@ -293,6 +293,29 @@ def test_keeps_one_graph_for_each_image_size(graphs):
     assert graphs.since() == 0
 
 
+class Doubled(torch.nn.Module):
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, *inputs):
+        return 2 * self.block(x, *inputs)
+
+
+@pytest.mark.parametrize("way", ["hook", "replaced"])
+def test_a_changed_block_is_compiled_with_its_change(way, graphs):
+    model = small_vit(16, 3, drop_path_rate=0.1)
+    torch.nn.init.ones_(model.head.weight)
+    if way == "hook":
+        model.blocks[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        model.blocks[1] = Doubled(model.blocks[1])
+    expected = gradients(model, "fp32")
+    model.zero_grad()
+    compile_blocks(model, backend=graphs)
+    assert distance(gradients(model, "fp32"), expected) < 1e-4
+
+
 def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group):
     """The test uses 3 MB per block and 1 MB per bucket, which is similar to the ratio for ViT-L (50
     MB and 25 MB)."""

@@ -14,6 +14,7 @@ from vit.config.schema import TrainConfig
 from vit.distributed.exit import SIGNAL_S
 from vit.distributed.process_group import World
 from vit.layers.blocks import Blocks, Group
+from vit.model import Block
 
 
 def compile_blocks(
@@ -45,14 +46,20 @@ def compile_blocks(
         part.compile(backend=backend, mode=mode, dynamic=False if num_sizes > 1 else None)
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _group_size(model: Any) -> int:
     """Return how many blocks of a `VisionTransformer` become one graph: a divisor of its depth.
 
     Three or four remove most seams. In larger groups, compilation takes longer, and the all-reduce
     of the first group, which overlaps with no backward pass, has more gradients.
     """
+    # A group calls the two parts of a block, so it would skip hooks, and another class's `forward`.
+    are_plain = all(type(block) is Block and not _has_hooks(block) for block in model.blocks)
     has_row_counts = len(set(model.drop_paths.rates)) > 1 and model.drop_paths.form == "subset"
-    if model.blocks.checkpoint_every or has_row_counts:
+    if model.blocks.checkpoint_every or has_row_counts or not are_plain:
         return 1  # A group would be checkpointed as a whole, or have a graph for its own rates.
     return next(size for size in (3, 4, 2, 1) if len(model.blocks) % size == 0)
 
