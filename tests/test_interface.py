@@ -53,6 +53,7 @@ def test_importing_the_package_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.full
 def test_a_type_checker_sees_the_interface(tmp_path: Path):
     (tmp_path / "user.py").write_text(
         "import vit\n"

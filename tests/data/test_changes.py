@@ -43,6 +43,7 @@ def train_set(
 
 @settings(max_examples=40)
 @given(st.data())
+@pytest.mark.full
 def test_all_other_rows_equal_those_of_a_run_without_changes(shards, tmp_path_factory, data):
     """Three epochs are read on 1 or 3 ranks, from a random step on, with mixing and copies."""
     split = open_split(shards, "train")

@@ -96,6 +96,7 @@ def mixtures(draw):
 
 @settings(max_examples=60)
 @given(mixtures())
+@pytest.mark.full
 def test_an_order_of_several_sources_equals_the_oracle(order):
     plain = replace(order, shares=())
     for shuffle in range(3):

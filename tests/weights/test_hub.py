@@ -113,7 +113,7 @@ print(vit.load("{NAME}").weights.source)
 
 
 @needs("export")
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     hub, shards, tmp_path, monkeypatch
 ):

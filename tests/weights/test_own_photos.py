@@ -21,7 +21,7 @@ def command_of_the_page() -> list[str]:
     return shlex.split(line.partition("launch/train.py")[2])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_for_own_photos_yields_a_model_better_than_chance(shards, tmp_path, capfd):
     config = write_config(tmp_path, shards, steps=12)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={tmp_path / 'base'}")

@@ -371,7 +371,7 @@ def test_a_timm_model_without_attention_has_a_page(shards, tmp_path):
     assert "Not drawn. ResNet has no position embeddings to compare." in page.text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_running_and_killed_runs_have_pages(config, tmp_path):
     run_dir = tmp_path / "run"
     training = Background(
