@@ -87,14 +87,8 @@ def flops(name: str, inputs: list[Tensor], result: Any) -> int:
         left, right = inputs[-2:]
         return 2 * left.numel() * right.shape[-1]
     if name == "convolution":
-        return (
-            2
-            * result.shape[1]
-            * result.shape[2]
-            * result.shape[3]
-            * inputs[0].shape[0]
-            * (inputs[1][0].numel())
-        )
+        _, weight = inputs[:2]
+        return 2 * result.numel() * weight[0].numel()
     if name == "convolution_backward":  # of the weights: the images need no gradient
         gradient, _, weight = inputs[:3]
         return 2 * gradient.numel() * weight[0].numel()
@@ -229,7 +223,10 @@ def count(recipe: str, settings: list[str]) -> dict[str, Any]:
     )
     return {
         "launches": sum(kinds[kind] for kind in LAUNCHES) + of_cudnn,
-        "causes": {cause: {"bytes": b, "flops": f} for cause, (b, f) in by_cause.items()},
+        "causes": {
+            cause: {"bytes": num_bytes, "flops": num_flops}
+            for cause, (num_bytes, num_flops) in by_cause.items()
+        },
         "kernels": [[*key, *row] for key, row in tally.rows.items()],
         "first_steps_s": compiled_s,
         "host_ms": 1e3 * sorted(host_s)[TIMED_STEPS // 2],

@@ -31,6 +31,7 @@ def compile_blocks(
     if isinstance(blocks, Blocks) and (size := _group_size(model)) > 1:
         parts = [Group(parts[start : start + size]) for start in range(0, len(parts), size)]
         blocks.groups = parts
+
     # By default, torch switches to dynamic shapes when it sees a second size. A run has only a few
     # image sizes, each for several epochs, so one graph per size is faster.
     num_sizes = 1 + len(getattr(model, "other_sizes", ()))
@@ -42,6 +43,7 @@ def compile_blocks(
     # default limit), torch would run all other blocks uncompiled, even in evaluation.
     limit = max(torch._dynamo.config.recompile_limit, 2 * len(parts) * num_sizes)
     torch._dynamo.config.recompile_limit = limit
+
     for part in parts:
         part.compile(backend=backend, mode=mode, dynamic=False if num_sizes > 1 else None)
 

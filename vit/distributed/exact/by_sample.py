@@ -112,8 +112,7 @@ class DropPathsBySample(nn.Module):
         """Return the factors of each branch, (rows, 1, 1); nothing in evaluation."""
         if not self.training:
             return ()
-        keys = self.keys[:, : x.shape[0]]
-        bits = draw_bits(keys.flatten(), 1).view(keys.shape)
+        bits = draw_bits(self.keys.flatten(), 1).view(self.keys.shape)
         factors = (bits >= self.thresholds) * self.scales
         return factors.to(branch_dtype(x))[:, :, None, None].unbind()
 

@@ -132,15 +132,17 @@ def seconds(work: Work, gpu: Gpu, precision: str, compiled: bool) -> float:
 def bound_s(
     model: Any, num_images: int, micro_batch_size: int, device_name: str, precision: str
 ) -> float | None:
-    """Return a time that no training step of `num_images` can be shorter than, or None for a device
-    without a known peak.
+    """Return the time of a training step of `num_images` at the limits of a device, or None if its
+    peak is unknown.
 
-    Matrix products run at the data sheet's peak, and nothing is recomputed. `model` as for
-    `forward_work`. micro_batch_size: determines how many samples and patches are dropped.
+    Matrix products run at the data sheet's peak, other kernels at its bandwidth, and nothing is
+    recomputed. The update is AdamW's with clipping and an average. `model` as for `forward_work`.
+    micro_batch_size: determines how many samples and patches are dropped.
     """
     gpu = find_device(device_name)
     if gpu is None:
         return None
+
     work = training_work(*forward_work(model, micro_batch_size))
     num_weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_bytes = num_images * work.elements * LEAST_BYTES * (2 if precision == "fp32" else 1)
