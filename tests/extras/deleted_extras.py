@@ -13,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OWN = {
-    "audit": ("launch/audit.py", "docs/audit.md"),
     "export": ("launch/export.py",),
     "loggers": (),
     "planner": (

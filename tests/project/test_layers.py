@@ -44,7 +44,6 @@ ROOMS = (
     "vit.inference",
     "vit.finetune",
     "vit.extras.compose",
-    "vit.extras.audit",
     "vit.extras.stream",
     "vit.extras.remote_runs",
     "vit.extras.export",

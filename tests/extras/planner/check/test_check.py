@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from error_rows import leave_free, small_disk
-from extras.deleted_extras import DELETED
 from families import Family
 from proc import children
 from processes import REPOSITORY, TINY, Background, call, command, environment, run, run_here
@@ -25,7 +24,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 PARTS = [
     *("software", "shards", "run folder", "W&B", "clocks", "collectives", "config", "data"),
     *("hosts", "start", "reading", "step", "evaluation", "checkpoint"),
-    *([] if "audit" in DELETED else ["repeat"]),
+    "repeat",
 ]
 
 

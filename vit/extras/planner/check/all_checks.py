@@ -5,7 +5,7 @@
         storage      shards, reading rate, the run's folder
         collectives  each collective, pairs of ranks
         trial        plan, data, steps at full size, an evaluation batch, a checkpoint
-        repeat       the same step several times on each rank (vit.extras.audit)
+        repeat       the same step several times on each rank
     -> one table on rank 0 (vit/extras/planner/check/findings.py)
 
 `trial` includes the checks of `vit.hooks.preflight`, which every run performs when it starts.
@@ -34,6 +34,7 @@ from vit.extras.planner.check.findings import (
     print_table,
     summary,
 )
+from vit.extras.planner.check.repeated_step import differing, repeat_step
 from vit.extras.planner.check.stages import CheckStage, CheckStages
 from vit.extras.planner.check.trial import Trial
 from vit.system.by_name import load
@@ -172,33 +173,32 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
             is_joint=True,
             needs=("step", "run folder"),
         ),
-        *_self_test(trial.config, world),
+        CheckStage(
+            "repeat",
+            partial(repeat_step, world, REPEATS),
+            partial(_judge_repeats, trial.config, world),
+            is_joint=True,
+        ),
     ]
 
 
-def _self_test(config: Config, world: World) -> list[CheckStage]:
-    """Return the check that repeats a step, if the extra that does this is installed."""
-    try:
-        test = load("vit.extras.audit.self_test:self_test", "--check")
-        differing = load("vit.extras.audit.self_test:differing", "--check")
-    except ValueError:
-        return []
+def _judge_repeats(
+    config: Config, world: World, answers: dict[int, dict[str, Any]]
+) -> Iterator[Finding]:
+    """Yield whether all ranks with the same kernels got the same bits."""
+    texts = differing(list(answers.values()), world.hosts)
+    if not texts:
+        good = f"the same step {REPEATS} times on each rank gave the same bits"
+        yield Finding("repeat", Verdict.OK, good)
+        return
+
     # Other runs on GPUs use kernels that may add in any order.
     is_exact = config.train.deterministic or config.train.exact_over_ranks
     is_sure = is_exact or world.device.type == "cpu"
-    verdict = Verdict.FAIL if is_sure else Verdict.NOTE
-
-    def judge(answers: dict[int, Any]) -> Iterator[Finding]:
-        texts = [text for _, text in differing(list(answers.values()), world.hosts)]
-        remedy = "the host may be faulty: test it with launch/audit.py --repeat 100, or exclude it"
-        good = f"the same step {REPEATS} times on each rank gave the same bits"
-        yield Finding(
-            "repeat",
-            verdict if texts else Verdict.OK,
-            "\n".join([*few(texts), remedy]) if texts else good,
-        )
-
-    return [CheckStage("repeat", partial(test, None, world, REPEATS), judge, is_joint=True)]
+    remedy = "the host may be faulty: repeat the check, or exclude it"
+    yield Finding(
+        "repeat", Verdict.FAIL if is_sure else Verdict.NOTE, "\n".join([*few(texts), remedy])
+    )
 
 
 def _print(config: Config, world: World, parts: CheckStages, began_s: float) -> None:

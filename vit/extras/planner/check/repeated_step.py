@@ -1,4 +1,4 @@
-"""Test this machine without a run: the same step many times on every rank.
+"""Test this machine: every rank does the same step of a small model several times.
 
 Each rank trains alone, on the same synthetic batch and from the same weights, so all ranks with the
 same kernels must get the same bits. A rank that differs from the majority has a fault.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,24 +34,21 @@ from vit.weights.save import bytes_of
 SMALL = {
     "model": {"name": "vit_ti16", "image_size": 64, "depth": 4},
     "data": {"root": ".", "global_batch_size": 32},
-    "train": {"steps": 1},
+    "train": {"steps": 1, "compile": False},  # a compiled step would test the compiler too
 }
-"""The settings of the test without a config."""
+"""The settings of the step."""
+NUM_CLASSES = 1000
 NUM_IMAGES = 2**24
 """The assumed number of training images, which decides only the learning rate of the step."""
 STORED_PX = (375, 500)
 
 
-def self_test(config: Config | None, world: World, times: int) -> dict[str, Any]:
-    """Do the same step `times` times on this rank. Return its kernels and the hash of each result.
-
-    config: the settings of the model and the step; None: a small fixed model.
-    """
-    config = config or config_io.from_dict(SMALL, "the self-test")
-    # A compiled step would test the compiler too, and a teacher needs a file.
-    changed = {"distill.teacher": None, "train.compile": False, "train.exact_over_ranks": False}
-    create = partial(create_step, config_io.with_settings(config, changed), world)
-    return {"kernels": kernels_of(world.device), "hashes": hashes_of(create, times)}
+def repeat_step(world: World, times: int) -> dict[str, Any]:
+    """Repeat one step on this rank. Return its kernels, and the hash of each result."""
+    return {
+        "kernels": kernels_of(world.device),
+        "hashes": hashes_of(partial(create_step, world), times),
+    }
 
 
 def hashes_of(create: Callable[[], tuple[TrainStep, Batch]], times: int) -> list[str]:
@@ -68,26 +64,22 @@ def hashes_of(create: Callable[[], tuple[TrainStep, Batch]], times: int) -> list
     return hashes
 
 
-def create_step(config: Config, world: World) -> tuple[TrainStep, Batch]:
-    """Return the training step of `config` on this rank alone, and a batch of noise."""
+def create_step(world: World) -> tuple[TrainStep, Batch]:
+    """Return the training step on this rank alone, and a batch of noise."""
     alone = World(0, 1, world.device)
-    num_classes = config.model.num_classes or 1000
-    plan, _ = make_plan(config, NUM_IMAGES, world.size)
-    rows = plan.micro_batch_size
-    config = config_io.with_settings(
-        choose_settings(config, alone), {"data.global_batch_size": rows}
-    )
-    plan = replace(plan, world_size=1, global_batch_size=rows, accumulation_steps=1)
+    config = choose_settings(config_io.from_dict(SMALL, "the repeated step"), alone)
+    plan, _ = make_plan(config, NUM_IMAGES, alone.size)
+
     torch.manual_seed(config.train.seed)
-    model = create_trained_model(config, num_classes)
+    model = create_trained_model(config, NUM_CLASSES)
     objective = Objective(create_loss(config.loss, None, world.device))
-    step = create_train_step(config, plan, num_classes, model, alone, objective)
+    step = create_train_step(config, plan, NUM_CLASSES, model, alone, objective)
     step.model.train()
-    batch = _noise(config, rows, num_classes).to(world.device)
+    batch = _noise(config, plan.micro_batch_size).to(world.device)
     return step, step.augment.change_batch(batch)
 
 
-def _noise(config: Config, rows: int, num_classes: int) -> Batch:
+def _noise(config: Config, rows: int) -> Batch:
     form = ImageFormat.from_config(config.model, config.data)
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (rows, *form.size, form.channels), generator=random)
@@ -95,17 +87,17 @@ def _noise(config: Config, rows: int, num_classes: int) -> Batch:
     heights, widths = (np.full(rows, pixels) for pixels in STORED_PX)
     return Batch(
         images.to(torch.uint8).permute(0, 3, 1, 2),
-        torch.arange(rows) % num_classes,
+        torch.arange(rows),
         torch.ones(rows),
         torch.from_numpy(draw_table(config.augment, keys, widths, heights, form.size)),
         torch.arange(rows),
     )
 
 
-def differing(answers: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[tuple[int, str]]:
-    """Return the repetitions that differ from most others with the same kernels, with their texts.
+def differing(answers: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Return a line for each repetition that differs from most others with the same kernels.
 
-    answers: the result of `self_test` of each rank. hosts: the host of each rank, or ().
+    answers: the result of `repeat_step` of each rank. hosts: the host of each rank, or ().
     """
     lines = []
     for rank, answer in enumerate(answers):
@@ -113,8 +105,8 @@ def differing(answers: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[t
         most = Counter(value for hashes in alike for value in hashes).most_common(1)[0][0]
         place = f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}"
         lines += [
-            (number, f"{place}: {value[:12]}, but most repetitions of this step gave {most[:12]}")
-            for number, value in enumerate(answer["hashes"], 1)
+            f"{place}: {value[:12]}, but most repetitions of this step gave {most[:12]}"
+            for value in answer["hashes"]
             if value != most
         ]
     return lines
