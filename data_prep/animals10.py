@@ -26,11 +26,12 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from data_prep.command import source_command
-from data_prep.errors import PrepError, require, some
+from data_prep.errors import PrepError, require
 from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import download_archive
 from data_prep.read.image_tree import Ignored, unique_keys
 from data_prep.write.catalogue import Builder, Source
+from vit.system.spelling import few
 
 ENGLISH = {
     "cane": "dog",
@@ -107,7 +108,7 @@ def _by_class(
         parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1
     }
     if unknown and by_folder:
-        problems.append(f"unknown folders next to the class folders: {some(sorted(unknown))}")
+        problems.append(f"unknown folders next to the class folders: {few(sorted(unknown))}")
     if problems:
         raise PrepError(
             f"{source}: {'; '.join(problems)}: provide each of the ten Animals-10 class folders,"
@@ -181,7 +182,7 @@ def _note_differences(
     if outside:
         builder.report(  # _info.json records this text, so rewording changes the output.
             f"{name}: {len(outside):,} images outside the class folders are left out:"
-            f" {some(sorted(outside))}"
+            f" {few(sorted(outside))}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,12 +43,6 @@ def require(path: Path, expected: str) -> None:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Format a number and its noun, singular or plural: "1 image", "2 images"."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
-
-
-def some(items: Sequence[str], most: int = 5, between: str = ", ") -> str:
-    """Join the first items for a message, followed by the number of omitted items."""
-    more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return between.join(items[:most]) + more
 
 
 def share_to_allow(part: int, total: int) -> float:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
-from data_prep.errors import PrepError, counted, require, share_to_allow, some
+from data_prep.errors import PrepError, counted, require, share_to_allow
 from data_prep.read.archives import inflate_tar, is_compressed_tar
 from data_prep.read.class_tree import TableTree, Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import ARCHIVE_FLAGS, fetched
@@ -46,6 +46,7 @@ from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.samples import safe_key
 from vit.data.decode.image_files import EXTENSIONS
 from vit.data.shards.members import NO_LABEL
+from vit.system.spelling import few
 
 CLASS_ORDERS = ("text", "number")
 
@@ -210,7 +211,7 @@ def _check_ignored(
 ) -> None:
     """Report skipped files. Raises PrepError if too many skipped files are images."""
     if layout.unused:  # _info.json records this text, so rewording changes the output.
-        builder.report(f"the images in these folders are not used: {some(layout.unused)}")
+        builder.report(f"the images in these folders are not used: {few(layout.unused)}")
     for note in layout.listed.notes:
         builder.report(note)
     taken = int(sum(builder.count(split).sum() for split in {"val", *layout.trees}))
@@ -246,7 +247,7 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     ]:
         raise PrepError(
             f"{folder}: these folder names are identical after Unicode normalization:"
-            f" {some(twice)}; merge or rename the folders"
+            f" {few(twice)}; merge or rename the folders"
         )
     return {name: label for label, name in enumerate(by_name)}
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.command import source_command
-from data_prep.errors import NEXT_LINE, PrepError, some
+from data_prep.errors import NEXT_LINE, PrepError
 from data_prep.read.archives import read_zip_member
 from data_prep.read.download import checksum_of
 from data_prep.read.image_tree import read as read_file
@@ -49,6 +49,7 @@ from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range
 from vit.data.decode.image_files import MAX_IMAGE_BYTES
 from vit.system.meter import Meter
+from vit.system.spelling import few
 
 NUM_CLASSES = 1000
 NUM_IMAGES = {"train": 1_281_167, "val": 50_000}
@@ -155,7 +156,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
     ):
         classes = [f"{class_names[k]} ({counts[k]})" for k in np.flatnonzero(wrong).tolist()]
         if classes:
-            lines.append(f"{split}: {len(classes):,} classes {problem}: {some(classes)}")
+            lines.append(f"{split}: {len(classes):,} classes {problem}: {few(classes)}")
     return lines
 
 
@@ -173,13 +174,13 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
         missing = sorted(all_wnids - set(class_names))
         partial_only.append(
             f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
-            + (f"; missing: {some(missing)}" if missing else "")
+            + (f"; missing: {few(missing)}" if missing else "")
         )
     for layout in search.layouts:
         builder.note(f"{layout.split}: {layout.title} ({layout.path})")
         faults = _add_split(builder, layout, label_of, labels)
         errors += [
-            f"{layout.split}: {len(names):,} images {problem}: {some(names)}; {hint}"
+            f"{layout.split}: {len(names):,} images {problem}: {few(names)}; {hint}"
             for kind, (problem, hint) in FAULTS.items()
             if (names := faults[kind])
         ]
@@ -187,12 +188,12 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
             classes = [f"{wnid} ({count})" for wnid, count in sorted(unknown.items())]
             partial_only.append(
                 f"{layout.split}: {unknown.total():,} images of unknown classes:"
-                f" {some(classes)}; train has none of them"
+                f" {few(classes)}; train has none of them"
             )
         if ignored := faults["ignored"]:
             builder.note(
                 f"{layout.split}: {len(ignored):,} files that are no images are left out:"
-                f" {some(ignored)}"
+                f" {few(ignored)}"
             )
         if not builder.count(layout.split).sum() and not errors:
             errors.append(f"{layout.split}: no images in {layout.path}")

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.command import MAX_UNREADABLE_FLAG, WORKERS_FLAG, command_line
-from data_prep.errors import NEXT_LINE, PrepError, counted, share_to_allow, some
+from data_prep.errors import NEXT_LINE, PrepError, counted, share_to_allow
 from data_prep.read.class_names import NO_FLAGS, IndexFlags, choose_layout
 from data_prep.read.split_names import split_of
 from data_prep.write.card_page import write_readme
@@ -66,6 +66,7 @@ from vit.data.shards.index_file import save_index
 from vit.data.shards.tar import describe_ignored
 from vit.system.files import remove_leftovers
 from vit.system.redact import escape_to_one_line
+from vit.system.spelling import few
 from vit.system.urls import bare
 
 
@@ -180,7 +181,7 @@ def _print_notes(
     if empty:
         print(
             f"note: labels are {labels[0]} to {labels[-1]}; models also get an output for classes"
-            f" without images: {some(empty)}"
+            f" without images: {few(empty)}"
         )
     _print_repeated(output, splits, indexed)
 
@@ -194,7 +195,7 @@ def _print_repeated(
         by_sha256[each.sidecar["sha256"] or name].append(name)
     for names in (names for names in by_sha256.values() if len(names) > 1):
         print(
-            f"note: {some(sorted(names))} have the same bytes: move _info.json and all but one of"
+            f"note: {few(sorted(names))} have the same bytes: move _info.json and all but one of"
             " them away, and run this command again"
         )
     for split, names in splits.items():
@@ -225,7 +226,7 @@ def _refuse_invalid(
         f"{len(invalid):,} of {total:,} samples are invalid, more than the {allowed:,} that"
         f" --max-unreadable {max_unreadable} allows. Repair them, select other members (--image,"
         f" --label), or skip them (--max-unreadable {share_to_allow(len(invalid), total)}):"
-        f"\n  {some(lines, 20, NEXT_LINE)}"
+        f"\n  {few(lines, 20, NEXT_LINE)}"
     )
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
-from data_prep.errors import NEXT_LINE, PrepError, require, some
+from data_prep.errors import NEXT_LINE, PrepError, require
 from data_prep.read.hub_features import IMAGE_NAMES, LABEL_NAMES, choose_column, recorded_features
 from data_prep.read.image_tree import Ignored, images_below
 from data_prep.read.parquet import (
@@ -43,6 +43,7 @@ from data_prep.read.parquet import (
 )
 from data_prep.read.split_names import SPLIT_WORDS
 from data_prep.write.catalogue import Builder, Source
+from vit.system.spelling import few
 
 NO_LABEL = (None, -1, "")
 """The values that mean a missing label. Data sets on Hugging Face use -1 for secret labels."""
@@ -69,14 +70,13 @@ def find_files(source: Path) -> dict[str, list[Path]]:
     for path in paths:
         splits[_split_of(path, source) or "train" * (len(paths) == 1)].append(path)
     problems = [
-        f"files of {split} are in several folders ({some(folders)}): pass the folder of one data"
-        " set"
+        f"files of {split} are in several folders ({few(folders)}): pass the folder of one data set"
         for split, files in splits.items()
         if len(folders := sorted({str(path.parent) for path in files})) > 1
     ]
     if unclear := [path.name for path in splits.pop("", [])]:
         problems.append(
-            f"no split in the names {some(unclear)}: rename these files to train-*, validation-* or"
+            f"no split in the names {few(unclear)}: rename these files to train-*, validation-* or"
             " test-*, or move them away"
         )
     if "train" not in splits:
@@ -128,7 +128,7 @@ class FileLabels(NamedTuple):
     def describe(self) -> str:
         """Return the file name and its classes for a message."""
         names = self.names or sorted({str(self.class_of(value)) for value in self.values})
-        return f"{self.path.name} ({some(names)})"
+        return f"{self.path.name} ({few(names)})"
 
 
 def read_labels(path: Path, columns: Columns, readmes: Sequence[Path]) -> FileLabels:
@@ -217,11 +217,11 @@ def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any])
         ]:
             outside = f"outside the {len(file.names):,} classes"
             kind = outside if file.names else "that are not whole numbers"
-            problems.append(f"{file.path.name}: labels {kind}: {some(wrong)}: correct them")
+            problems.append(f"{file.path.name}: labels {kind}: {few(wrong)}: correct them")
         unknown = {file.class_of(value) for value in file.values} - {*classes, None}
         if unknown and file.has_names:
             problems.append(
-                f"{file.describe()} has images of {some(sorted(map(str, unknown)))}, which"
+                f"{file.describe()} has images of {few(sorted(map(str, unknown)))}, which"
                 f" {files['train'][0].describe()} does not list: add this class there, or remove"
                 " these images"
             )
@@ -291,7 +291,7 @@ def _fill(
     in_train = {file.class_of(value) for file in labels["train"] for value in file.values}
     if empty := [str(name) for name in classes if name not in in_train]:
         incomplete.append(
-            f"train: no images of classes that are listed or in another split: {some(empty)}"
+            f"train: no images of classes that are listed or in another split: {few(empty)}"
         )
     problems = _problems(labels, classes)
     if incomplete and not allow_partial:

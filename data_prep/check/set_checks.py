@@ -18,7 +18,7 @@ import numpy as np
 
 from data_prep.check.data_set import DataSet, SplitFiles, tars_of
 from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Finding
-from data_prep.errors import counted, some
+from data_prep.errors import counted
 from data_prep.write.card_page import is_as_written
 from data_prep.write.card_text import count_classes
 from data_prep.write.catalogue import catalogue_sha256
@@ -29,6 +29,7 @@ from vit.data.shards.info_file import info_sha256, read_sidecar, sidecars_sha256
 from vit.data.shards.stores import Version
 from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
+from vit.system.spelling import few
 
 
 def check_folder(data: DataSet) -> Iterator[Finding]:
@@ -282,7 +283,7 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
                 "labels",
                 part.name,
                 f"{counted(len(outside), 'label')} outside 0 to {data.recorded_classes - 1}:"
-                f" {some([str(label) for label in np.unique(outside)])}; correct the shards, or the"
+                f" {few([str(label) for label in np.unique(outside)])}; correct the shards, or the"
                 " classes in _info.json",
             )
     train = data.parts[0]
@@ -295,7 +296,7 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
         yield Finding(
             "labels",
             train.name,
-            f"{counted(len(empty), 'class', 'classes')} without an image: {some(empty)}",
+            f"{counted(len(empty), 'class', 'classes')} without an image: {few(empty)}",
             fails=data.ours and not is_partial,
         )
 
@@ -358,10 +359,9 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
     for group in (groups[k] for k in order[:MOST_LINES]):
         names = [
             f"{data.sample_name(data.parts[p], shard, row)} ({data.class_name(label)})"
-            for _, p, shard, row, label in group[:4]
+            for _, p, shard, row, label in group
         ]
-        more = f" and {len(group) - 4:,} more" if len(group) > 4 else ""
-        details.append(f"{' = '.join(names)}{more}")
+        details.append(few(names, 4, " = "))
     yield Finding(
         "duplicates",
         ", ".join(part.name for part in data.parts),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.errors import PrepError, readable, some
+from data_prep.errors import PrepError, readable
 from data_prep.read import image_tree
 from data_prep.read.archives import Members, walk_archive
 from data_prep.read.image_tree import Ignored, images_below, is_image, listed
@@ -26,6 +26,7 @@ from data_prep.read.split_names import split_of
 from data_prep.write.catalogue import Builder
 from data_prep.write.samples import Sample, read_range, stable_hash
 from vit.data.decode.image_files import EXTENSIONS
+from vit.system.spelling import few
 
 TAR = ".tar"
 
@@ -160,7 +161,7 @@ class TarFolder(Tree):
         if split_of(folder) or tree.folders() or others.others:
             raise PrepError(
                 f"{tar}: expected only images of one class, as in n01440764.tar of ImageNet-21k,"
-                f" found {some([*others.summary(), *tree.folders()])}. If the tars are shards, use"
+                f" found {few([*others.summary(), *tree.folders()])}. If the tars are shards, use"
                 f" `python -m data_prep.index {self.file}`. If they contain class folders, pass one"
                 " of them as SOURCE"
             )

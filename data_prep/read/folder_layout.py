@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from data_prep.errors import PrepError, counted, some
+from data_prep.errors import PrepError, counted
 from data_prep.read.class_tree import Tree, subtree
 from data_prep.read.label_lists import LabelList, Listed, find_lists, is_inside, read_lists
 from data_prep.read.split_names import OF_IMAGES, UNLABELLED, split_of, splits_of_folders
+from vit.system.spelling import few
 
 LAYOUTS = ("splits", "classes")
 Folder = tuple[str, ...]
@@ -41,7 +42,7 @@ class Layout(NamedTuple):
         classes = self.listed.class_names or self.trees["train"].folders()
         return (
             f"{root}: splits: {', '.join(splits)}{held_out};"
-            f" {counted(len(classes), 'class', 'classes')}: {some(classes)}"
+            f" {counted(len(classes), 'class', 'classes')}: {few(classes)}"
             f"{self.listed.description}"
         )
 
@@ -127,21 +128,21 @@ def _read_folders(
     are_classes = others and not choice and (len(in_train) < 2 or not with_classes)
     if choice == "classes" or are_classes or "train" not in folder_of:
         if choice == "splits":
-            raise PrepError(f"{tree}: --layout splits: no folder train in {some(sorted(names))}")
+            raise PrepError(f"{tree}: --layout splits: no folder train in {few(sorted(names))}")
         if with_classes and not choice:
             _check_classes(tree, folders, base)
         folder_of = {"train": base if with_classes else ()}
     else:
         if not (choice or all(map(UNLABELLED.search, others))):
             raise PrepError(
-                f"{tree}: two readings are possible. With --layout splits, {some(sorted(splits))}"
-                f" are the splits, the classes are {some(sorted(in_train))}, and the images in"
-                f" {some(others)} are not used. With --layout classes, the classes are"
-                f" {some(sorted(names))}"
+                f"{tree}: two readings are possible. With --layout splits, {few(sorted(splits))}"
+                f" are the splits, the classes are {few(sorted(in_train))}, and the images in"
+                f" {few(others)} are not used. With --layout classes, the classes are"
+                f" {few(sorted(names))}"
             )
         if len(folder_of) < len(splits):
             raise PrepError(
-                f"{tree}: some of the folders {some(sorted(splits))} mean the same split: merge,"
+                f"{tree}: some of the folders {few(sorted(splits))} mean the same split: merge,"
                 " rename or remove one of them, or use --layout classes if they are classes"
             )
     trees: dict[str, Tree] = {}
@@ -195,7 +196,7 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
     held_out = splits_of_folders(names)
     if len(names) == len(held_out) > 0 and "train" not in held_out.values():
         raise PrepError(
-            f"{tree}: has {some([f'{name}/' for name in held_out])} but no train/; expected"
+            f"{tree}: has {few([f'{name}/' for name in held_out])} but no train/; expected"
             " train/<class>/* and val/<class>/*, or only <class>/*. If these folders are the"
             " classes, use --layout classes"
         )
@@ -206,8 +207,8 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
     with_splits = [each for each in inner if {"train"} < set(splits_of_folders(each).values())]
     if with_splits or (len(common) > 1 and are_names):
         raise PrepError(
-            f"{tree}: two readings are possible, because the folders {some(names)} contain folders"
-            f" with equal or usual names ({some(sorted(common.union(*with_splits)))}). If these are"
+            f"{tree}: two readings are possible, because the folders {few(names)} contain folders"
+            f" with equal or usual names ({few(sorted(common.union(*with_splits)))}). If these are"
             " the classes, name the outer folders train, val and test, or merge them. If they are"
             " splits, pass one of the outer folders as SOURCE. If the outer folders are the"
             " classes, use --layout classes"

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.errors import PrepError, counted, require, some
+from data_prep.errors import PrepError, counted, require
 from data_prep.write.samples import Sample, safe_key, stable_hash
 from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read_image
+from vit.system.spelling import few
 
 FILE_SUFFIX = re.compile(r"\.[a-z]\w{0,4}$", re.IGNORECASE)
 """Matches the end of a file name, but not of folder names such as `v1.2` and `St. Bernard`."""
@@ -60,7 +61,7 @@ class Ignored:
         if self.stray:  # _info.json records this text, so rewording changes the output.
             lines.append(
                 f"{counted(len(self.stray), 'image')} beside the class folders, of no class:"
-                f" {some(self.stray)}; not used"
+                f" {few(self.stray)}; not used"
             )
         if self.others:
             lines.append(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from data_prep.errors import PrepError, require, some
+from data_prep.errors import PrepError, require
 from data_prep.read.archives import walk_tar, walk_zip
 from data_prep.read.image_tree import listed
 from data_prep.read.imagenet_layouts import (
@@ -41,6 +41,7 @@ from data_prep.read.imagenet_layouts import (
     zip_layout,
 )
 from data_prep.write.samples import Sample
+from vit.system.spelling import few
 
 FOLDERS = {*SPLIT_FOLDERS, "data", "ilsvrc", "cls-loc"} | {
     f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")
@@ -170,11 +171,11 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     if strange and (wnids or (is_split and not (usual or is_flat or has_archives))):
         raise PrepError(
             f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
-            f" {some(strange)}; rename or remove them, or use `python -m data_prep.imagefolder` for"
+            f" {few(strange)}; rename or remove them, or use `python -m data_prep.imagefolder` for"
             " other class names"
         )
     if named and not (wnids or usual or is_flat):
-        search.remarks.append(f"{folder} contains {some(sorted(folders + files))}")
+        search.remarks.append(f"{folder} contains {few(sorted(folders + files))}")
     if wnids:
         search.layouts.append(tree(_split_of_tree(folder, wnids), folder, wnids))
     if is_flat:

@@ -21,12 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
-from data_prep.errors import PrepError, counted, readable, some
+from data_prep.errors import PrepError, counted, readable
 from data_prep.read.class_tree import Found, TableTree, Tree, subtree
 from data_prep.read.hub_features import LABEL_NAMES, choose_column
 from data_prep.read.image_tree import Ignored
 from data_prep.read.split_names import OF_IMAGES, SPLIT_WORDS, split_of, splits_of_folders
 from vit.data.decode.image_files import EXTENSIONS
+from vit.system.spelling import few
 
 HEAD_ROWS = 20
 """The number of rows that show whether a text is a list of labels."""
@@ -189,7 +190,7 @@ def find_lists(
         if len({re.sub(r"\d*\.\w+$", "", each.path) for each in of_split}) > 1:
             raise PrepError(
                 f"{root}: several lists contain labels of the same images:"
-                f" {some([each.path for each in of_split])}: move all but one away, or use --layout"
+                f" {few([each.path for each in of_split])}: move all but one away, or use --layout"
                 " to ignore the lists"
             )
         # train1.txt, train2.txt, ... are partitions.
@@ -199,7 +200,7 @@ def find_lists(
     unused = defaultdict[str, list[str]](list)
     for path in sorted(reasons.keys() - {each.path for each in lists}):
         unused[reasons[path]].append(path)
-    return lists, [f"lists that {why} are not used: {some(unused[why])}" for why in unused]
+    return lists, [f"lists that {why} are not used: {few(unused[why])}" for why in unused]
 
 
 def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
@@ -240,7 +241,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
         if names and not (usual or label_column) and in_folders and "metadata." not in name:
             raise PrepError(
                 f"{place}: it is unclear whether the classes are the folders or in one of the"
-                f" columns {some(names)}: choose a column with --label-column, or use --layout to"
+                f" columns {few(names)}: choose a column with --label-column, or use --layout to"
                 " ignore the lists"
             )
         if names and (usual or label_column or not in_folders):
@@ -324,9 +325,9 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
     wrong += [f"{path} (missing)" for path in paths_of]
     if wrong:
         raise PrepError(
-            f"{root}: {len(wrong):,} rows of {some([each.path for each in lists])} have no label or"
+            f"{root}: {len(wrong):,} rows of {few([each.path for each in lists])} have no label or"
             " several labels, have another label or split than an earlier row of the same image, or"
-            f" name an image that is missing{ignored.images_in_brackets()}: {some(wrong)}; correct"
+            f" name an image that is missing{ignored.images_in_brackets()}: {few(wrong)}; correct"
             " or remove these rows, or use --layout to ignore the lists"
         )
     of_train = {label: paths for each in images for label, paths in each.get("train", {}).items()}
@@ -345,7 +346,7 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
     folders = [f"{folder} ({number:,})" for folder, number in unlisted.most_common()]
     return Listed(
         trees,
-        [f"images that no list names are not used: {some(folders)}"] if folders else [],
+        [f"images that no list names are not used: {few(folders)}"] if folders else [],
         list(names.values()) if source and of_train else [],
         f"\nlist{'s' * (len(lists) > 1)} of labels: {', '.join(described)}{source}",
     )
@@ -400,6 +401,6 @@ def _name_classes(
             moved = f"; {range_of_labels} become the labels from 0 on" * is_moved
             return of_label, f"; class names: {source}{moved}"
     raise PrepError(
-        f"{root}: {some(files)}: expected the names of the classes {range_of_labels} with these"
+        f"{root}: {few(files)}: expected the names of the classes {range_of_labels} with these"
         " numbers, or one per line if their order is clear; correct or remove this file"
     )

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_prep.errors import PrepError, some
+from data_prep.errors import PrepError
 from data_prep.write.samples import (
     HASH,
     ROW,
@@ -40,6 +40,7 @@ from data_prep.write.samples import (
     safe_key,
 )
 from vit.system.files import locked_folder, remove_leftovers
+from vit.system.spelling import few
 
 FORMAT = 1
 SPOOL = "_spool"
@@ -305,13 +306,13 @@ class Builder:
             fitting = f"use {flag.format((10 // min(larger) + 1) / 20)} or " if larger else ""
             slices = ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
             self.report(
-                f"{split} has no image of {some(names)}, because {fraction:.3g} of up to"
+                f"{split} has no image of {few(names)}, because {fraction:.3g} of up to"
                 f" {max(counts)} images rounds to 0: {fitting}add images"
                 f"{'' if held.any() else slices}"
             )
         elif counts and held.any():
             self.report(
-                f"{split} has no image of {some(names)}, so its accuracy does not cover all"
+                f"{split} has no image of {few(names)}, so its accuracy does not cover all"
                 f" classes: add images, or remove {split}"
                 f"{' to hold out a part of train' if split == 'val' else ''}"
             )
@@ -400,5 +401,5 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
     if twice:
         raise PrepError(
             f"split {table.split!r}: {len(twice)} keys are not unique (dots, slashes and blanks"
-            f" become '_'): {some(sorted(twice))}; rename these images, or remove the duplicates"
+            f" become '_'): {few(sorted(twice))}; rename these images, or remove the duplicates"
         )

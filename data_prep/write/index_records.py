@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.errors import PrepError, some
+from data_prep.errors import PrepError
 from data_prep.read.download import WebShards
 from data_prep.read.split_names import SPLIT_WORDS
 from data_prep.write.output import Output, temporary_folder
@@ -29,6 +29,7 @@ from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import INDEX_DTYPE, Survey, idx_lines, index_rows, survey_tar, write_idx
 from vit.system.files import ShardError, sha256_of
 from vit.system.redact import shown
+from vit.system.spelling import few
 from vit.system.urls import bare, expand_braces, on_the_web, resolve
 
 COMPRESSED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
@@ -52,14 +53,14 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
     names = [name for name in files if name.endswith(".tar")]
     if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
         raise PrepError(
-            f"{root}: contains only compressed tars ({some(compressed)}), which do not allow random"
+            f"{root}: contains only compressed tars ({few(compressed)}), which do not allow random"
             " access: decompress them first (gunzip, bunzip2, unxz, unzstd)"
         )
     if not names:
         folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
         inside = ""
         if folders:
-            inside = f", only in its subfolders {some(folders)}: move or link them into this folder"
+            inside = f", only in its subfolders {few(folders)}: move or link them into this folder"
         raise PrepError(
             f"{root}: found no .tar files{inside}; expected <split>-00000.tar or"
             " <anything>-<split>-00000.tar"
@@ -68,7 +69,7 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
     unclear = [name for name in split_of_name if split_of_name[name] is None]
     if split is None and unclear:
         raise PrepError(
-            f"{root}: the names {some(unclear)} contain no split: use --split train if all shards"
+            f"{root}: the names {few(unclear)} contain no split: use --split train if all shards"
             " belong to that split (as in img2dataset's 00000.tar), rename the shards to"
             " <split>-00000.tar, or move other files away. If each tar contains the images of one"
             " class, use `python -m data_prep.imagefolder`"
@@ -81,7 +82,7 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
     if different := [name for name in split_of_name if split_of_name[name] not in (None, split)]:
         raise PrepError(
             f"{root}: --split is {split}, but these file names belong to another split:"
-            f" {some(different)}"
+            f" {few(different)}"
         )
     return {split: list(split_of_name)}
 
@@ -96,12 +97,12 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     if len(urls) == 1 and not matches[urls[0]]:
         return make(urls[0]), None
     if strange := [shown(url) for url, match in matches.items() if not match]:
-        raise PrepError(f"{some(strange)}: expected a single folder, or shard URLs ending in .tar")
+        raise PrepError(f"{few(strange)}: expected a single folder, or shard URLs ending in .tar")
     places = [(f"{match[1]}{match[3] or ''}", match[2]) for url in urls if (match := matches[url])]
     folders = {folder for folder, _ in places}
     if len(folders) > 1:
         raise PrepError(
-            f"the shards are in several folders ({some(sorted(map(shown, folders)))}): index each"
+            f"the shards are in several folders ({few(sorted(map(shown, folders)))}): index each"
             " folder separately"
         )
     return make(folders.pop()), [name for _, name in places]
@@ -133,7 +134,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
         raise PrepError(f"{error}{'' if out else hint}") from error
     if out is not None and (tars := sorted(fnmatch.filter(output.sizes(), "*.tar"))):
         raise PrepError(
-            f"{output}: contains shards ({some(tars)}): choose an empty folder for the index of"
+            f"{output}: contains shards ({few(tars)}): choose an empty folder for the index of"
             f" {source}"
         )
     return output
@@ -193,7 +194,7 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
         sizes = source.sizes()
         if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
             raise PrepError(
-                f"{source}: these shards are missing: {some(missing)}; copy them again, or correct"
+                f"{source}: these shards are missing: {few(missing)}; copy them again, or correct"
                 " the list"
             )
 

@@ -21,12 +21,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import PrepError, some
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import Builder, Catalogue, Source, open_catalogue
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
 from data_prep.write.shard import Work
 from vit.system.files import private_folder
+from vit.system.spelling import few
 
 FEW_UNREADABLE = 5
 """The number of unreadable images that are always allowed unless --max-unreadable is 0."""
@@ -311,7 +312,7 @@ def existing_record(output: Output) -> dict[str, Any] | None:
     record = output.read_json("_writing.json") or output.read_json("_info.json")
     if record is None and tars:
         raise PrepError(
-            f"{output}: contains shards of unknown origin ({some(tars)}); choose another --out"
+            f"{output}: contains shards of unknown origin ({few(tars)}); choose another --out"
         )
     return record
 

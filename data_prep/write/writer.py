@@ -38,7 +38,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
+from data_prep.errors import NEXT_LINE, PrepError, share_to_allow
 from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import SPOOL, Source
 from data_prep.write.images import EXIF_ORIENTED, exif_summary
@@ -59,6 +59,7 @@ from vit.data.shards.index_file import save_index
 from vit.data.shards.info_file import make_info
 from vit.system.files import remove_leftovers
 from vit.system.meter import Meter
+from vit.system.spelling import few
 
 MANY_UNREADABLE = 100
 """If some unreadable images are allowed, writing continues up to this number of them, so that the
@@ -157,7 +158,7 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                 print(
                     f"{output}: part {settings.part} written, {time.monotonic() - start_s:.1f} s;"
                     f" {len(missing)} of {len(plan.work)} shards are still missing"
-                    f" ({some(missing)}): write them with the other parts"
+                    f" ({few(missing)}): write them with the other parts"
                 )
                 return False
         _refuse_unreadable(sidecars, plan, _allowed(plan))
@@ -266,7 +267,7 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
         f"{len(entries)} images cannot be read, more than the {_allowed(plan)} that"
         f" --max-unreadable {plan.settings.max_unreadable} allows{follow}. Repair or replace them,"
         f" or allow more (--max-unreadable {share_to_allow(len(entries), seen)}), and run the same"
-        f" command again (complete shards are kept):\n  {some(lines, 20, NEXT_LINE)}"
+        f" command again (complete shards are kept):\n  {few(lines, 20, NEXT_LINE)}"
     )
 
 

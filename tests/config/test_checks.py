@@ -260,15 +260,13 @@ def test_invalid_choices_of_samples_are_reported(problems):
     message = "; ".join(
         problems(
             BASE,
-            "data.filter=widht > 3",
             "data.fraction=0.5",
             "data.samples_per_class=3",
             "data.sources=[{root: a, weight: 1}, {root: b, fraction_of: class}]",
         )
     )
     for expected in (
-        "data.filter has no effect with data.sources: set it in each source",
-        "data.filter: 'widht' at character 1 of 'widht > 3': not a column (did you mean width",
+        "data.fraction has no effect with data.sources: set it in each source",
         "data.fraction and data.samples_per_class are both given: keep one of them",
         (
             "data.sources[1].fraction_of has no effect with data.sources[1].fraction=null: set"
@@ -327,4 +325,4 @@ def test_the_examples_of_the_data_page_load(load):
     assert examples
     for example in examples:
         config = load(textwrap.dedent(example) + "train: {epochs: 3}\n").config
-        assert config.data.sources[1].filter == "min(width, height) >= 64"
+        assert config.data.sources[1].exclude == "small.txt"

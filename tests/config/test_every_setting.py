@@ -328,11 +328,10 @@ WITHIN: dict[str, tuple[Any, Any]] = {
     ),
     "data.sources.exclude": (TWO, sources(exclude="{folder}/exclude.txt")),
     "data.sources.relabel": (TWO, sources(relabel="{folder}/relabel.txt")),
-    "data.sources.filter": (TWO, sources(filter="label != 1")),
     "data.sources.fraction": (TWO, sources(fraction=0.7)),
     "data.sources.fraction_of": (
-        sources(fraction=0.72, filter="label != 1"),
-        sources(fraction=0.72, filter="label != 1", fraction_of="class"),
+        sources(fraction=0.72, exclude="{folder}/exclude.txt"),
+        sources(fraction=0.72, exclude="{folder}/exclude.txt", fraction_of="class"),
     ),
     "data.sources.samples_per_class": (TWO, sources(samples_per_class=9)),
     "data.sources.subset_seed": (sources(fraction=0.7), sources(fraction=0.7, subset_seed=1)),

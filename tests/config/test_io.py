@@ -15,7 +15,7 @@ from vit.config.io import ConfigError, from_dict, load_config
 from vit.config.optim_section import AdamWConfig, OptimizerConfig
 from vit.config.schema import Config, EvalSetConfig, ImageSizeStage, Section
 
-MOST_SETTINGS = 175
+MOST_SETTINGS = 174
 """The maximum number of settings in the project. A new setting must replace an existing one that
 few users need."""
 BASE = """\

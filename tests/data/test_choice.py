@@ -94,11 +94,13 @@ def test_a_killed_and_resumed_run_on_sources_equals_an_uninterrupted_run(tmp_pat
 
 
 def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, config, shards):
-    chosen = ["data.fraction=0.5", "data.filter=label != 2"]
+    (tmp_path / "label_2.txt").write_text("label=2\n")
+    chosen = ["data.fraction=0.5", f"data.exclude={tmp_path / 'label_2.txt'}"]
     shown = run("launch/train.py", "--config", config, *TINY, *chosen, "--print-config").stdout
     assert re.search(r"#   training_images: 20\n", shown)
     assert re.search(
-        rf"#   chosen: 20 of 60 samples of {shards} 'train'; excluded: 20 by data\.filter, 20"
+        rf"#   chosen: 20 of 60 samples of {shards} 'train'; excluded: 20 by data\.exclude"
+        r" \(which changes all batches\), 20"
         r" by data\.fraction=0\.5; no image is left in 1 of \d classes\n",
         shown,
     )
@@ -127,8 +129,7 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
     ("override", "message"),
     [
         ("data.exclude={shards}/nofile", r"data\.exclude=.*nofile: cannot be read \(No such file"),
-        ("data.filter=label == 'walrus'", r"data\.filter: .*walrus.* at character 10 .*: not a"),
-        ("data.filter=width < 0", "no sample is left for training"),
+        ("data.exclude={shards}/_info.json", r"data\.exclude=.*_info.json: none of its .* keys"),
     ],
 )
 def test_print_config_reports_mistakes_in_the_selection(config, shards, override, message):
@@ -139,6 +140,6 @@ def test_print_config_reports_mistakes_in_the_selection(config, shards, override
 
 def test_print_config_assumes_imagenet_if_the_data_are_missing(config, tmp_path):
     loaded = load_with_origins(
-        config, [*TINY, "run.dir=unused", f"data.root={tmp_path}/none", "data.filter=width < 0"]
+        config, [*TINY, "run.dir=unused", f"data.root={tmp_path}/none", "data.exclude=none.txt"]
     )
     assert "1,281,167 (assumed" in describe(*loaded, world_size=1)

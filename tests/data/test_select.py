@@ -1,4 +1,4 @@
-"""Test that filters, exclusion files and subsets select the samples that plain Python selects."""
+"""Test that exclusion files and subsets select the samples that plain Python selects."""
 
 from __future__ import annotations
 
@@ -11,125 +11,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep import index
 from vit.config.base import Selection
-from vit.config.row_filter import COLUMNS, RowFilter
 from vit.data.select import choose
 from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
 from vit.system.hashing import fold
-
-ROWS = np.zeros(400, INDEX_DTYPE)
-ROWS["width"] = np.arange(400) * 7 % 300 + 1
-ROWS["height"] = np.arange(400) * 13 % 200 + 1
-ROWS["size"] = np.arange(400) * 997 % 5000
-ROWS["label"] = np.arange(400) % 7
-NAMES = [*"abcdefg"]
-
-numbers = st.one_of(
-    st.sampled_from([*COLUMNS]),
-    st.integers(0, 300).map(str),
-    st.floats(0.5, 9).map("{:.2f}".format),
-)
-arithmetic = st.recursive(
-    numbers,
-    lambda part: st.one_of(
-        st.tuples(part, st.sampled_from("+-*"), part).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
-        st.tuples(st.sampled_from(["min", "max"]), part, part).map(
-            lambda t: f"{t[0]}({t[1]}, {t[2]})"
-        ),
-        part.map(lambda inner: f"-{inner}"),
-    ),
-    max_leaves=4,
-)
-compared = st.tuples(
-    arithmetic, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), arithmetic
-).map(" ".join)
-truth = st.recursive(
-    st.one_of(compared, st.just("label in (1, 3)"), st.just("10 < width <= 200")),
-    lambda part: st.one_of(
-        st.tuples(part, st.sampled_from(["and", "or"]), part).map(
-            lambda t: f"({t[0]} {t[1]} {t[2]})"
-        ),
-        part.map(lambda inner: f"not {inner}"),
-    ),
-    max_leaves=4,
-)
-
-
-@settings(max_examples=200)
-@given(truth)
-def test_a_filter_agrees_with_python_on_each_row(text):
-    code = compile(text, "filter", "eval")
-    by_row = [
-        bool(eval(code, {"min": min, "max": max}, {name: int(row[name]) for name in COLUMNS}))
-        for row in ROWS
-    ]
-    assert RowFilter(text)(ROWS, NAMES).tolist() == by_row
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "heigth > 3",
-            (
-                r"'heigth' at character 1 of 'heigth > 3': not a column \(did you mean height or"
-                r" width\?\); the columns are width, height, size, label"
-            ),
-        ),
-        ("width > 3 and", "'width > 3 and' cannot be read: expected a comparison such as"),
-        ("width", "'width' computes numbers: expected a comparison"),
-        ("width and height > 2", "'width' at character 1 .*: expected a comparison"),
-        ("(width > 2) + 1 > 1", r"'width > 2' at character 2 .*: expected a number or a column"),
-        (
-            "__import__('os').system('true') == 0",
-            "at character 1 .*: not allowed: use columns, numbers",
-        ),
-        ("width.real > 2", "'width.real' at character 1 .*: not allowed"),
-        ("width ** 99999999 > 1", "not allowed"),
-        ("[x for x in (1,)] == 1", "not allowed"),
-        ("min(width) > 1", "not allowed"),
-        ("label is 1", "not allowed: use < <= > >= == != or in"),
-        ("label in width", "expected values in brackets after `in`"),
-        ("width in (label, 'b')", "text is only allowed as a class name that label is compared"),
-        ("width == 'a'", "text is only allowed as a class name that label is compared with"),
-        ("(" * 500 + "width" + ")" * 500 + " > 1", "cannot be read"),
-        ("label in ()", "expected values in brackets after `in`"),
-    ],
-)
-def test_an_invalid_filter_is_reported_with_the_place(text, message):
-    with pytest.raises(ValueError, match=message):
-        RowFilter(text)
-
-
-def test_divisions_by_zero_and_large_numbers_compare_mathematically():
-    assert RowFilter("1 / 0 > width and size / 0 != 1")(ROWS, NAMES).all()
-    assert RowFilter("size * size * size * size * size * size >= 0")(ROWS, NAMES).all(), (
-        "integers must not wrap around"
-    )
-    assert RowFilter("label * 9007199254740992 * 9007199254740992 >= 0")(ROWS, NAMES).all()
-
-
-def test_classes_are_reported_by_name():
-    for one in ("'c' in [label]", "'c' in (label, 'b')", "'c' in ('b', label)"):
-        assert RowFilter(one)(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
-    for one in ("label in ('c')", "label in (2)", "label in ['c']", "label in ('c',)"):
-        assert RowFilter(one)(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
-    assert RowFilter("label == 'c'")(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
-    assert (
-        RowFilter("label not in ('a', 'g', 3)")(ROWS, NAMES).tolist()
-        == (~np.isin(ROWS["label"], (0, 6, 3))).tolist()
-    )
-    with pytest.raises(
-        ValueError, match=r"'\"apple\"' at character 10 .*: not a class \(did you mean apples\b"
-    ):
-        RowFilter('label == "apple"')(ROWS, ["pears", "apples"])
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +96,9 @@ def test_invalid_exclusions_are_reported(split, tmp_path):
 
 
 def test_a_choice_of_all_samples_has_no_identity(split):
-    chosen = choose(split, Selection(filter="width > 0"))
+    chosen = choose(split, Selection(fraction=1.0))
     assert (chosen.numbers, chosen.identity, choose(split, Selection()).identity) == (None, "", "")
-    assert chosen.summary.endswith("excluded: 0 by data.filter")
+    assert chosen.summary.endswith("excluded: 0 by data.fraction=1")
 
 
 def test_a_swapped_line_of_the_idx_file_is_not_trusted(shards, tmp_path, split):

@@ -4,7 +4,6 @@ implementation."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -206,20 +205,20 @@ def other(shards, tmp_path_factory):
     return root
 
 
-def test_classes_are_mapped_by_name(shards, other):
+def test_classes_are_mapped_by_name(shards, other, tmp_path):
     splits = [open_split(shards, "train"), open_split(other, "train")]
     val = open_split(shards, "val")
     with pytest.raises(
         ShardError,
         match=(
             r"data\.sources\[1\] \(.*set 'train'\): has classes that .* 'val' lacks: 'new'; exclude"
-            r" them with its filter"
+            r" them with its exclude, a file with one line class=NAME for each"
         ),
     ):
         train_set_of_sources(splits, [Selection(), Selection()], [None, None], val, None)
-    of = train_set_of_sources(
-        splits, [Selection(), Selection(filter="label != 'new'")], [None, None], val, None
-    )
+    (tmp_path / "new.txt").write_text("class=new\n")
+    choice = Selection(exclude=str(tmp_path / "new.txt"))
+    of = train_set_of_sources(splits, [Selection(), choice], [None, None], val, None)
     labels = of.split.index["label"]
     own = splits[1].index["label"]
     assert labels[:60].tolist() == splits[0].index["label"].tolist()
@@ -231,7 +230,7 @@ def test_classes_are_mapped_by_name(shards, other):
     )
     assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(chosen), 3)
     assert of.split.read(60 + int(chosen[0])) == splits[1].read(int(chosen[0]))
-    assert "by data.sources[1].filter" in of.summary[1]
+    assert "by data.sources[1].exclude" in of.summary[1]
 
 
 def renamed(shards, root, names):
@@ -239,16 +238,6 @@ def renamed(shards, root, names):
     info = json.loads((root / "_info.json").read_text())
     (root / "_info.json").write_text(json.dumps({**info, "class_names": names}))
     return open_split(root, "train")
-
-
-def test_the_printed_filter_excludes_the_missing_classes(shards, other):
-    split = open_split(other, "train")
-    val = open_split(shards, "val")
-    with pytest.raises(ShardError) as caught:
-        train_set_of_sources([split], [Selection()], [None], val, None)
-    [printed] = re.findall(r"its filter \((.*)\), or", str(caught.value))
-    left = train_set_of_sources([split], [Selection(filter=printed)], [None], val, None).num_draws
-    assert left == int((split.index["label"] != 1).sum())
 
 
 def test_contradictory_class_names_are_refused(shards, tmp_path):

@@ -40,7 +40,7 @@ def written(folder: Path) -> list[dict]:
 
 def test_the_recorded_command_can_be_pasted_into_a_shell(monkeypatch):
     arguments = [
-        "data.filter=min(width, height) >= 64",
+        "data.exclude=blurred > 3.txt",
         "run.dir=runs/it's mine",
         "data.root=https://${SAS}/x",
     ]

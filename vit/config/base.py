@@ -66,10 +66,6 @@ class Selection(Section):
     relabel: Annotated[str | None, MAY_CHANGE, OnlyWith("stream.urls=null")] = None
     """File of samples with another class: a key, a comma, and `label=NUMBER` or `class=NAME` per
     line. All batches stay the same but for these labels."""
-    filter: Annotated[str | None, MAY_CHANGE, OnlyWith("stream.urls=null")] = None
-    """Expression over columns of the index that is true for the samples to use, such as
-    `min(width, height) >= 64 and size < 5_000_000`. Columns: `width`, `height`, `size` (bytes) and
-    `label`, as in `label == "class name"` or `label in (1, 2)`."""
     fraction: Annotated[
         float | None, Field(gt=0, le=1), MAY_CHANGE, OnlyWith("stream.urls=null")
     ] = None

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vit.config.base import VAL, OnlyWith, Section, Selection, height_width
-from vit.config.row_filter import RowFilter
 from vit.config.sample_layout import SETTINGS, layout_problems
 from vit.system.redact import shown
 
@@ -70,7 +69,6 @@ def find_problems(config: Config) -> list[Problem]:
         _eval_set_rules(config.eval),
         _channel_rules(config.data, config.model.in_chans),
         _stream_rules(config.stream),
-        _selection_rules(config.data, "data."),
         _source_rules(config),
         _augment_rules(config.augment),
         _grey_rules(config.augment, config.model.in_chans),
@@ -224,24 +222,10 @@ def _stream_rules(stream: StreamConfig) -> Rules:
     }
 
 
-def _selection_rules(selection: Selection, prefix: str) -> Rules:
-    """Check the settings that select samples. prefix: for example "data."."""
-    rules: Rules = {}
-    if selection.filter is not None:
-        try:
-            RowFilter(selection.filter)
-        except ValueError as error:
-            rules[f"{prefix}filter: {error}"] = True
-    return rules
-
-
 def _source_rules(config: Config) -> Rules:
     sources = config.data.sources
-    rules: Rules = {}
-    for number, source in enumerate(sources):
-        rules |= _selection_rules(source, f"data.sources[{number}].")
     num_weights = sum(source.weight is not None for source in sources)
-    return rules | {
+    return {
         "data.sources: only some sources have a weight: give a weight to all of them, or to none": (
             0 < num_weights < len(sources)
         )

@@ -1,10 +1,9 @@
-"""Select the training samples of a split with exclusion lists, a filter, and a random subset.
+"""Select the training samples of a split with exclusion lists and a random subset.
 
-The index is read in chunks of rows. Samples that do not match the filter are removed. Excluded
-samples are removed if they are many, and otherwise keep their places (`vit.data.changes`). A subset
-consists of the samples with the smallest hash of (subset seed, sample number),
-among all samples or per class. A larger subset therefore contains every smaller one. Sample numbers
-are sorted, so that neighbors in the shards stay neighbors.
+The index is read in chunks of rows. Excluded samples are removed if they are many, and otherwise
+keep their places (`vit.data.changes`). A subset consists of the samples with the smallest hash of
+(subset seed, sample number), among all samples or per class. A larger subset therefore contains
+every smaller one. Sample numbers are sorted, so that neighbors in the shards stay neighbors.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import csv
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -23,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.base import Selection
-from vit.config.row_filter import RowFilter
 from vit.data.changes import HOLE, NO_CHANGES, Changes
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
@@ -31,13 +29,13 @@ from vit.data.shards.split_slice import SplitSlice
 from vit.data.shards.tar import idx_name
 from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
+from vit.system.spelling import few
 
 CHUNK_ROWS = 1 << 20
 """The number of index rows that are in memory at the same time."""
 HOLES_AT_MOST = 0.05
 """The largest fraction of excluded samples that keep their places. Each of them wastes the
 computation of a row, so more samples are removed, which changes all batches."""
-MAX_NAMED = 3
 QUARANTINE = ".jsonl"
 """The suffix of data_prep's list of skipped samples, which the split may lack."""
 
@@ -78,15 +76,12 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     is_left = np.ones(total, np.bool_)
     is_excluded = np.zeros(total, np.bool_)
     parts: list[str] = []
-    if selection.filter is not None:
-        _filter(selection.filter, split, is_left, name)
-        parts.append(f"{total - int(is_left.sum()):,} by {name}filter")
     if selection.exclude is not None:
         note = _exclude(Path(selection.exclude), split, is_excluded, name)
-        num_excluded = int((is_left & is_excluded).sum())
-        keep_places = num_excluded <= HOLES_AT_MOST * int(is_left.sum())
+        num_excluded = int(is_excluded.sum())
+        keep_places = num_excluded <= HOLES_AT_MOST * total
         if not keep_places:
-            is_left &= ~is_excluded
+            is_left = ~is_excluded
         how = "rows without weight" if keep_places else "which changes all batches"
         parts.append(f"{num_excluded:,} by {name}exclude ({how}{note})")
     numbers = np.flatnonzero(is_left).astype(np.min_scalar_type(total))
@@ -155,20 +150,10 @@ def _find(
     if not numbers and not may_lack_all:
         raise ShardError(
             f"{setting}: none of its {len(missing):,} keys is in {_name(split)}"
-            f" ({_some(missing)}); expected keys such as {split.key(0)!r}, without the shard name"
+            f" ({few(missing, 3)}); expected keys such as {split.key(0)!r}, without the shard name"
             " and extension"
         )
-    return numbers, f"; {len(missing):,} of its keys do not exist: {_some(missing)}"
-
-
-def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> None:
-    row_filter = RowFilter(text)
-    for start in range(0, split.num_samples, CHUNK_ROWS):
-        rows = split.index[start : start + CHUNK_ROWS]
-        try:
-            is_left[start : start + CHUNK_ROWS] &= row_filter(rows, split.class_names)
-        except ValueError as error:
-            raise ShardError(f"{name}filter: {error}") from None
+    return numbers, f"; {len(missing):,} of its keys do not exist: {few(missing, 3)}"
 
 
 def count_labels(
@@ -227,7 +212,7 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
         raise ShardError(
             f"{name}exclude={path}: expected a key, label=NUMBER (0 to {split.num_classes - 1}) or"
             " class=NAME of an existing class in each line, or an object with `key` in each line"
-            f" of a {QUARANTINE} file; {_some(problems)}"
+            f" of a {QUARANTINE} file; {few(problems, 3)}"
         )
     return list(keys), labels
 
@@ -249,7 +234,7 @@ def _read_relabel(path: Path, split: Split, name: str) -> tuple[dict[int, int], 
         raise ShardError(
             f"{name}relabel={path}: expected a key, a comma, and label=NUMBER (0 to"
             f" {split.num_classes - 1}) or class=NAME of an existing class in each line;"
-            f" {_some(problems)}"
+            f" {few(problems, 3)}"
         )
     numbers, note = _find(list(labels), split, f"{name}relabel={path}", may_lack_all=False)
     return {sample: labels[key] for key, samples in numbers.items() for sample in samples}, note
@@ -332,8 +317,3 @@ def _idx_names(split: Split) -> Iterator[str]:
 
 def _name(split: Split) -> str:
     return f"{split.root} {split.name!r}"
-
-
-def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - MAX_NAMED:,} more" if len(items) > MAX_NAMED else ""
-    return ", ".join(items[:MAX_NAMED]) + more

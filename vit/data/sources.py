@@ -25,8 +25,7 @@ from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
-
-MAX_NAMED = 10
+from vit.system.spelling import few
 
 
 class TrainSet(NamedTuple):
@@ -298,12 +297,9 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     missing = np.flatnonzero((counts > 0) & (label_map < 0)).tolist()
     if not missing:
         return label_map
-    named = ", ".join(f"{split.class_names[label]!r}" for label in missing[:MAX_NAMED])
-    remedy = f"its filter (label not in ({named}))"
-    if len(missing) > MAX_NAMED:
-        named += f" and {len(missing) - MAX_NAMED:,} more"
-        remedy = "its exclude, a file with one line class=NAME for each"
+    named = few([repr(split.class_names[label]) for label in missing])
     raise ShardError(
         f"{_describe(number, split)}: has classes that {classes_of.root} {classes_of.name!r} lacks:"
-        f" {named}; exclude them with {remedy}, or evaluate on data that contain them"
+        f" {named}; exclude them with its exclude, a file with one line class=NAME for each, or"
+        " evaluate on data that contain them"
     )

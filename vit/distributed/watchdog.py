@@ -34,6 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vit.distributed.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, StoreLost, World
+from vit.system.spelling import few
 
 BEATS_PER_LIMIT = 20
 """The number of beats per limit. A verdict is then late by at most a tenth of the limit."""
@@ -311,9 +312,8 @@ def _sentence(
     """Return a message that names up to `NAMED` ranks, their hosts, and the first rank's last
     mark."""
     first = seen[ranks[0]]
-    named = ", ".join(f"{rank} on {host_of(rank)}" for rank in ranks[:NAMED])
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    named = few([f"{rank} on {host_of(rank)}" for rank in ranks], NAMED)
     return (
-        f"rank {named}{more} {problem} for {for_s:.0f} s; last at step {first.step},"
+        f"rank {named} {problem} for {for_s:.0f} s; last at step {first.step},"
         f" {first.doing}, while the others waited"
     )

@@ -22,6 +22,7 @@ from vit.data.decode.image_files import (
     is_image,
     read_image,
 )
+from vit.system.spelling import few
 from vit.system.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
@@ -77,12 +78,11 @@ class Inputs:
         if not self.skipped:
             return ""
         kinds = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
-        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:5])
-        more = f" and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
+        counts = few([f"{count:,} {suffix}" for suffix, count in kinds])
         photos = next((suffix.lower() for suffix, _ in kinds if suffix.lower() in NOT_READ), "")
         remedy = f"; {how_to_convert(photos)}" if photos else ""
         total = self.skipped.total()
-        return f"{total:,} other file{'s' if total > 1 else ''} skipped: {counts}{more}{remedy}"
+        return f"{total:,} other file{'s' if total > 1 else ''} skipped: {counts}{remedy}"
 
 
 def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
@@ -116,8 +116,7 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
-        raise ValueError("; ".join(problems[:10]) + more)
+        raise ValueError(few(problems, 10, "; "))
     if not inputs.places:
         raise ValueError(
             "no images given: pass files, folders or tars, or - to read a list of names from stdin"

@@ -12,7 +12,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(nearest)}?)" if nearest else ""
 
 
-def few(names: Sequence[str], limit: int = 4) -> str:
-    """Return text with the first `limit` of `names` and the number of remaining names."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def few(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:
+    """Join the first `limit` of `names` for a message, and count the remaining names."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return between.join(names[:limit]) + more

@@ -51,9 +51,8 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     examples = [
         f"label {n} is {names[n]!r} in the data,"
         f" {repr(model_names[n]) if n < len(model_names) else 'nothing'} in the model"
-        for n in differing[:3]
+        for n in differing
     ]
-    more = f" and {len(differing) - 3:,} more" if len(differing) > 3 else ""
     agree = f"{len(names) - len(differing):,} of {len(names):,} names agree"
     if {*names} <= {*model_names}:
         meaning = f"the accuracy is meaningless: {_SELECT}"
@@ -62,7 +61,7 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     else:
         meaning = "the accuracy is meaningless, unless only the names differ"
     return (
-        f"the classes of data and model differ: {', '.join(examples)}{more}"
+        f"the classes of data and model differ: {few(examples, 3)}"
         f" ({'; '.join(filter(None, (agree, counts)))}): {meaning}"
     )
 

@@ -93,7 +93,7 @@ def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, s
 @pytest.mark.parametrize(
     "choice",
     [
-        [*("data.fraction=0.8", "data.filter=label != 2", "order.aug_repeats=3", *ALL), TWO_SIZES],
+        [*("data.fraction=0.8", "data.exclude=LABEL_2", "order.aug_repeats=3", *ALL), TWO_SIZES],
         pytest.param(["augment.auto_augment=v0"], marks=pytest.mark.full),
         pytest.param(
             ["augment.crop=simple", "augment.auto_augment=three_augment"], marks=pytest.mark.full
@@ -105,6 +105,8 @@ def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, s
     ids=["chosen, repeated, of two sizes", "policy", "simple", "sampler"],
 )
 def test_steps_with_chosen_and_repeated_samples_are_replayed(choice, tmp_path, shards):
+    (tmp_path / "label_2.txt").write_text("label=2\n")
+    choice = [each.replace("LABEL_2", str(tmp_path / "label_2.txt")) for each in choice]
     dumps = train_here(write_config(tmp_path, shards, steps=6), tmp_path / "run", *choice)
     pieces = [check_step(tmp_path / "run", dumps, step).pieces() for step in (1, 6)]
     mixed = [any(row.mixed_by for piece in step for row in piece.rows) for step in pieces]

@@ -91,9 +91,6 @@ ALONE = {
     "exact weights of a model with batch norms": [
         *("model.name=timm/resnet10t", *OF_GUEST, *EXACT)
     ],
-    "balanced weights where a class has no image": [
-        *("loss.class_weights=balanced", "data.filter=label != 1")
-    ],
     "a setting that has no effect without another one": ["guard.spike_sigmas=4"],
     "limits for spikes in a run that ends before the first": ["guard.on_spike=skip"],
     "a batch larger than the data": ["data.global_batch_size=64"],
@@ -105,7 +102,6 @@ ALONE = {
     "a part of a split that is none": ["data.train_split=train[99%]"],
     "images that are evaluated on and trained on": ["data.val_split=train[95%:]"],
     "an unknown split": ["data.train_split=trian"],
-    "a filter with a column that is not there": ["data.filter=widht >= 64"],
     "a URL of a misspelt kind": ["data.root=htps://example.org/shards"],
     "a variable of the environment that is not set": ["data.root=https://host/shards?${SAS}"],
     "more classes in the data than `model.num_classes`": ["model.num_classes=2"],

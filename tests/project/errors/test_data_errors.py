@@ -154,6 +154,13 @@ def _(place):
     place.train(f"data.exclude={path}")
 
 
+@scenario("balanced weights where a class has no image")
+def _(place):
+    path = place.folder / "exclude.txt"
+    path.write_text("label=1\n")
+    place.train("loss.class_weights=balanced", f"data.exclude={path}")
+
+
 @scenario("a source with classes that are not evaluated on")
 def _(place):
     root = shutil.copytree(place.shards, place.folder / "other")

@@ -42,8 +42,8 @@ from vit.data.storage.file_lock import (
 )
 from vit.system.files import ShardError
 from vit.system.host import default_folder
+from vit.system.meter import GIB
 
-GIB = 1 << 30
 CHECKSUM_BYTES = 4
 USED_WIDTH = 20
 """The number of digits to which the content of `used_bytes` is padded."""

@@ -102,6 +102,7 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
     hosts = world.hosts
     run_dir = trial.run_dir
 
+    judge_repeats = partial(_judge_repeats, trial.config, world)
     return [
         CheckStage(
             "software",
@@ -173,12 +174,7 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
             is_joint=True,
             needs=("step", "run folder"),
         ),
-        CheckStage(
-            "repeat",
-            partial(repeat_step, world, REPEATS),
-            partial(_judge_repeats, trial.config, world),
-            is_joint=True,
-        ),
+        CheckStage("repeat", partial(repeat_step, world, REPEATS), judge_repeats, is_joint=True),
     ]
 
 
