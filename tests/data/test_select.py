@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,6 +95,18 @@ def test_invalid_exclusions_are_reported(split, tmp_path):
     for subset in ({}, {"fraction": 0.5}, {"samples_per_class": 1}):
         with pytest.raises(ShardError, match=r"0 of 60 samples .*; no sample is left for training"):
             choose(split, Selection(exclude=str(path), **subset))
+
+
+def test_the_example_of_the_data_page_writes_the_keys_of_small_images(
+    shards, split, tmp_path, monkeypatch
+):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    [code] = re.findall(r"```python\n(import vit\n.*?small\.txt.*?)```", page, re.S)
+    monkeypatch.chdir(tmp_path)
+    for limit_px, num_small in ((1, 0), (10_000, 60)):
+        exec(code.replace("data/digits", str(shards)).replace("64", str(limit_px)), {})
+        keys = (tmp_path / "small.txt").read_text().splitlines()
+        assert keys == [split.key(number) for number in range(num_small)]
 
 
 def test_a_choice_of_all_samples_has_no_identity(split):
