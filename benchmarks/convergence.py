@@ -43,7 +43,7 @@ from trainings import (
 
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.system.drawing import BLUE, GREY, ORANGE, drawing
+from vit.system.drawing import BLUE, GRAY, ORANGE, drawing
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "benchmarks" / "inputs" / "digits_adamw.yaml"
@@ -144,17 +144,17 @@ def draw(done: Mapping[str, Sequence[Training]], gap: Difference, picture: Path)
     with drawing(picture, 3.4, layout="constrained") as figure:
         curves, beside = figure.subplots(1, 2, width_ratios=[3, 2])
         for name, trainings in done.items():
-            colour, style = LINES[name]
+            color, style = LINES[name]
             for number, each in enumerate(trainings):
                 label = name if number == 0 else None
                 line = np.array(each.figures.curve).T
-                curves.plot(*line, style, color=colour, label=label, linewidth=1.4)
+                curves.plot(*line, style, color=color, label=label, linewidth=1.4)
         curves.set_title("Top-1 after each epoch, %")
         curves.set_xlabel(f"epoch; a line for each of {len(done['ours'])} seeds")
         curves.grid(True)
         curves.legend(loc="lower right")
-        beside.axvline(0, color=GREY, linewidth=1)
-        beside.plot(gap.by_seed, [0.1] * len(gap.by_seed), ".", color=GREY)
+        beside.axvline(0, color=GRAY, linewidth=1)
+        beside.plot(gap.by_seed, [0.1] * len(gap.by_seed), ".", color=GRAY)
         beside.plot([gap.low, gap.high], [0, 0], color=BLUE, linewidth=2.5)
         beside.plot([gap.points], [0], "D", color=BLUE)
         beside.set_yticks([])

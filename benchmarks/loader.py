@@ -312,7 +312,7 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
     from matplotlib import pyplot as plt
 
     rows = sorted(result["rows"].items(), key=lambda item: item[1]["median"])
-    colours = [
+    colors = [
         (
             "#d95f02"
             if name.startswith("ours")
@@ -323,7 +323,7 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
         for name, _ in rows
     ]
     figure, axes = plt.subplots(figsize=(8, 0.6 + 0.32 * len(rows)), layout="constrained")
-    axes.barh([name for name, _ in rows], [row["median"] for _, row in rows], color=colours)
+    axes.barh([name for name, _ in rows], [row["median"] for _, row in rows], color=colors)
     spread = [
         [row["median"] - row["min"] for _, row in rows],
         [row["max"] - row["median"] for _, row in rows],

@@ -40,7 +40,7 @@ from trainings import (
 
 from vit.config.io import load_config
 from vit.data.shards.data_set import open_split
-from vit.system.drawing import BLUE, GREY, drawing
+from vit.system.drawing import BLUE, GRAY, drawing
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "benchmarks" / "inputs" / "digits_adamw.yaml"
@@ -218,9 +218,9 @@ def draw(gaps: Sequence[Difference], picture: Path) -> None:
     """Draw each pair's difference: seeds as dots, and mean and interval as a bar."""
     with drawing(picture, 1.1 + 0.5 * len(gaps), layout="constrained") as figure:
         axes = figure.subplots()
-        axes.axvline(0, color=GREY, linewidth=1)
+        axes.axvline(0, color=GRAY, linewidth=1)
         for row, gap in enumerate(gaps):
-            axes.plot(gap.by_seed, [row + 0.18] * len(gap.by_seed), ".", color=GREY)
+            axes.plot(gap.by_seed, [row + 0.18] * len(gap.by_seed), ".", color=GRAY)
             axes.plot([gap.low, gap.high], [row, row], color=BLUE, linewidth=2.5)
             axes.plot([gap.points], [row], "D", color=BLUE)
         axes.set_yticks(range(len(gaps)), [pair.name for pair in PAIRS])

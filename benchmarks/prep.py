@@ -36,7 +36,7 @@ from measure import CORES, Result, create_parser, keep, machine, rows_of, shown,
 from PIL import Image
 
 from data_prep import imagenet
-from data_prep.write.catalogue import Builder, Source, open_catalogue
+from data_prep.write.catalog import Builder, Source, open_catalog
 from data_prep.write.images import ImagePolicy
 from data_prep.write.jobs import run_jobs
 from data_prep.write.plan import Settings, WritePlan, make_plan
@@ -206,8 +206,8 @@ def list_with_tarfile(tiny: Path, num_inner: int) -> int:
     return num_members
 
 
-def catalogue(source: Source, out: Path) -> None:
-    with quiet(), open_catalogue(source, out / "_catalogue", seed=0):
+def catalog(source: Source, out: Path) -> None:
+    with quiet(), open_catalog(source, out / "_catalog", seed=0):
         pass
 
 
@@ -215,8 +215,8 @@ def catalogue(source: Source, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def empty_folder(neighbour: Path) -> Iterator[Path]:
-    out = neighbour / f"vit-benchmark-{os.getpid()}"
+def empty_folder(neighbor: Path) -> Iterator[Path]:
+    out = neighbor / f"vit-benchmark-{os.getpid()}"
     out.mkdir()
     try:
         yield out
@@ -307,7 +307,7 @@ def measure_command(data: Data, place: Path, rounds: int) -> Result:
         "the command, 1 worker": partial(our_command, data, 1),
         f"the command, {NUM_SHARDS} workers": partial(our_command, data, NUM_SHARDS),
         "of it: Python and imports": imports,
-        "of it: the catalogue, a look at 64 images": plan,
+        "of it: the catalog, a look at 64 images": plan,
     }
     contestants = {name: partial(in_empty_folder, part) for name, part in parts.items()}
     return take_turns(f"The command, for {len(data.files):,} images", "s", contestants, rounds)
@@ -334,13 +334,13 @@ def measure_decoding(data: Data, rounds: int) -> Result:
     return take_turns(title, "images/s", parts, rounds, list(contestants))
 
 
-def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
+def measure_catalog(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
     """Measure the archive members listed per second."""
 
     def listed() -> float:
         with empty_folder(place) as out:
             return num_tiny / timed(
-                partial(catalogue, imagenet.source([data.tiny], allow_partial=True)), out
+                partial(catalog, imagenet.source([data.tiny], allow_partial=True)), out
             )
 
     def with_tarfile() -> float:
@@ -349,8 +349,8 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
         return num_members / (time.monotonic() - began)
 
     with quiet():
-        contestants = {"tarfile, listing alone": with_tarfile, "ours, a finished catalogue": listed}
-        title = f"Catalogue of a nested tar, {num_tiny:,} members of 1,000 tars"
+        contestants = {"tarfile, listing alone": with_tarfile, "ours, a finished catalog": listed}
+        title = f"Catalog of a nested tar, {num_tiny:,} members of 1,000 tars"
         return take_turns(title, "members/s", contestants, rounds, ["tarfile, listing alone"])
 
 
@@ -386,7 +386,7 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
     with empty_folder(place) as out:
         source = Source("simulated", {}, fill, read_range)
         began = time.monotonic()
-        with open_catalogue(source, out / "_catalogue", seed=0) as made:
+        with open_catalog(source, out / "_catalog", seed=0) as made:
             finished = time.monotonic()
             # Look up as many samples as one shard has.
             made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))
@@ -397,7 +397,7 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
         "rows": num_rows,
         "filling s": filled_at - began,
         "ordering s": finished - filled_at,
-        "catalogue GB": num_bytes / 1e9,
+        "catalog GB": num_bytes / 1e9,
         "before MB": before_mb,
         "peak MB": max(own_mb),
         "with mapped files MB": status_mb("VmHWM"),
@@ -412,7 +412,7 @@ def main() -> None:
         nargs="*",
         default=[1_281_167, 10_000_000],
         metavar="N",
-        help="number of rows of simulated catalogues (default: %(default)s)",
+        help="number of rows of simulated catalogs (default: %(default)s)",
     )
     args = parser.parse_args()
     num_images, num_tiny, rounds = (300, 20_000, 1) if args.quick else (3000, 200_000, args.rounds)
@@ -427,7 +427,7 @@ def main() -> None:
     facts = machine(args.data, PACKAGES)
     results = measure_writing(data, args.data, rounds)
     results += [measure_command(data, args.data, rounds), measure_decoding(data, rounds)]
-    results += [measure_catalogue(data, args.data, num_tiny, rounds)]
+    results += [measure_catalog(data, args.data, num_tiny, rounds)]
     sizes = [100_000] if args.quick else args.rows
     memory = [
         run_jobs([(memory_of, (rows, args.data), "")], 1, "benchmark", num_jobs=1)[""]
@@ -436,7 +436,7 @@ def main() -> None:
     tables = {result["title"]: rows_of(result) for result in results}
     if memory:
         rows = [[shown(value) for value in row.values()] for row in memory]
-        tables["Peak memory of making a catalogue"] = [list(memory[0]), *rows]
+        tables["Peak memory of making a catalog"] = [list(memory[0]), *rows]
     report = {
         "data": described,
         "rounds": rounds,

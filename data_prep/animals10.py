@@ -30,7 +30,7 @@ from data_prep.errors import PrepError, require
 from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import download_archive
 from data_prep.read.image_tree import Ignored, unique_keys
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 from vit.system.spelling import few
 
 ENGLISH = {

@@ -31,7 +31,7 @@ from data_prep.errors import PrepError, require
 from data_prep.read.archives import small_members
 from data_prep.read.download import download_flags, download_if_asked
 from data_prep.read.raw_images import add_records, read_jpeg
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 
 SIDE = 32
 PIXEL_BYTES = 3 * SIDE * SIDE

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Source
+from data_prep.write.catalog import Source
 from data_prep.write.images import ImagePolicy
 from data_prep.write.plan import (
     MIN_SHARDS,
@@ -293,9 +293,9 @@ def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
 
 def _summary(plan: WritePlan) -> str:
     """Format the plan for the user: splits, shards, bytes and time."""
-    catalogue = plan.catalogue
-    lines = [f"{plan.source.name}: {len(catalogue.class_names):,} classes"]
-    for split, samples in catalogue.splits.items():
+    catalog = plan.catalog
+    lines = [f"{plan.source.name}: {len(catalog.class_names):,} classes"]
+    for split, samples in catalog.splits.items():
         count = plan.counts[split]
         longest = f" to {samples // count + 1:,}" if samples % count else ""
         lines.append(
@@ -313,7 +313,7 @@ def _summary(plan: WritePlan) -> str:
     lines.append(disk)
     if math.isfinite(plan.seconds_per_image):
         workers = plan.settings.workers
-        seconds = sum(catalogue.splits.values()) * share * plan.seconds_per_image / workers
+        seconds = sum(catalog.splits.values()) * share * plan.seconds_per_image / workers
         speed = f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process"
         lines.append(
             f"  time: about {duration(seconds)} with {workers} processes ({speed}, measured on a"

@@ -24,7 +24,7 @@ from PIL import Image
 
 from data_prep.command import positive, source_command
 from data_prep.read.class_tree import split_by_hash
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 from data_prep.write.images import encode_jpeg
 from data_prep.write.samples import Sample, read_range, stable_hash
 
@@ -96,7 +96,7 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
     return 1 / (1 + np.exp(-3.5 * (waves + across - 0.9)))
 
 
-def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
+def color(hue: float, saturation: float, luminance: float) -> np.ndarray:
     """Return a color, (3,) RGB in [0, 1], with the given hue, saturation and Rec. 709 luminance."""
     rgb = np.array(colorsys.hsv_to_rgb(hue, saturation, 1.0))
     bright = float(rgb @ LUMINANCE)
@@ -140,10 +140,10 @@ def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     near = hue + uniform.between(-0.08, 0.08)
     saturation = uniform.between(0.25, 0.8)
     swing = uniform.between(0.03, 0.05)
-    low = colour(hue % 1, saturation, max(0.02, ground - swing))
-    high = colour(near % 1, saturation, min(0.98, ground + swing))
+    low = color(hue % 1, saturation, max(0.02, ground - swing))
+    high = color(near % 1, saturation, min(0.98, ground + swing))
     background = low + (high - low) * texture(kind, size, uniform)[..., None]
-    pen = colour((hue + uniform.between(0.2, 0.8)) % 1, uniform.between(0.5, 1.0), ink)
+    pen = color((hue + uniform.between(0.2, 0.8)) % 1, uniform.between(0.5, 1.0), ink)
     mask = digit_mask(digit, size, uniform)[..., None]
     return np.clip(np.rint(255 * (background + (pen - background) * mask)), 0, 255).astype(np.uint8)
 

@@ -41,7 +41,7 @@ from data_prep.read.class_tree import TableTree, Tree, add_images, open_tree, sp
 from data_prep.read.download import ARCHIVE_FLAGS, fetched
 from data_prep.read.folder_layout import LAYOUTS, Layout, read_layout
 from data_prep.read.image_tree import Ignored, unique_keys
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.samples import safe_key
 from vit.data.decode.image_files import EXTENSIONS
@@ -102,7 +102,7 @@ def source(
     fill = partial(_fill, found, fractions, max_unreadable, class_order)
     if no_classes:
         options["label"] = NO_LABEL
-        fill = partial(_fill_unlabelled, found, fractions, max_unreadable)
+        fill = partial(_fill_unlabeled, found, fractions, max_unreadable)
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
@@ -166,7 +166,7 @@ def _fill(
     _check_ignored(ignored, max_unreadable, layout, builder)
 
 
-def _fill_unlabelled(
+def _fill_unlabeled(
     layout: Layout, fractions: Mapping[str, float], max_unreadable: float, builder: Builder
 ) -> None:
     """Add all images of the folders without labels."""

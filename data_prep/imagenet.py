@@ -45,7 +45,7 @@ from data_prep.read.imagenet_layouts import (
 )
 from data_prep.read.imagenet_search import Search, find_layouts
 from data_prep.read.parquet import read as read_spooled
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 from data_prep.write.samples import Sample, read_range
 from vit.data.decode.image_files import MAX_IMAGE_BYTES
 from vit.system.meter import Meter
@@ -70,7 +70,7 @@ FAULTS = {
         "have file names that do not match their class in ImageNet",
         "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG",
     ),
-    "unlabelled": ("have no class in the label file", f"use another label file: {LABEL_FILES}"),
+    "unlabeled": ("have no class in the label file", f"use another label file: {LABEL_FILES}"),
     "contradicted": ("have another class in the label file", "correct the folder or the file"),
     "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet is so large"),
 }
@@ -101,7 +101,7 @@ def _take(
         in_row = images.wnids[row] if images.wnids is not None else appended
         wnid = images.wnid or in_row or expected
         if not wnid:
-            faults["unlabelled"].append(name)
+            faults["unlabeled"].append(name)
         elif expected and wnid != expected:
             faults["foreign" if training else "contradicted"].append(f"{name} (in {wnid})")
         elif size > MAX_IMAGE_BYTES:

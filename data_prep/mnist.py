@@ -29,7 +29,7 @@ from data_prep.errors import PrepError, readable
 from data_prep.read.archives import DAMAGE
 from data_prep.read.download import checksum_of, download_flags, download_if_asked
 from data_prep.read.raw_images import add_records, read_jpeg
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 
 SIDE = 28
 PARTS = {"train": ("train", 60_000), "val": ("t10k", 10_000)}

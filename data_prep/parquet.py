@@ -42,7 +42,7 @@ from data_prep.read.parquet import (
     spool,
 )
 from data_prep.read.split_names import SPLIT_WORDS
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 from vit.system.spelling import few
 
 NO_LABEL = (None, -1, "")

@@ -37,7 +37,7 @@ from rich.table import Table
 
 from data_prep.check.data_set import DataSet, SplitFiles, opened_data_set
 from data_prep.check.set_checks import (
-    check_catalogue,
+    check_catalog,
     check_folder,
     check_labels,
     check_quarantine,
@@ -96,7 +96,7 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
         findings += check_shards(data, workers, num_sampled)
         findings += check_labels(data)
         if num_sampled is None:
-            findings += [*check_catalogue(data), *check_repeated(data)]
+            findings += [*check_catalog(data), *check_repeated(data)]
         return Report(data, num_sampled is not None, findings, time.monotonic() - start_s)
 
 
@@ -201,7 +201,7 @@ def _compared(report: Report, images: str) -> list[str]:
     data = report.data
     num_shards = sum(len(part.filenames) for part in data.parts)
     names = "the hash recorded before writing"
-    if not data.catalogue_compared:
+    if not data.catalog_compared:
         names = "NOTHING, because no hash is recorded or some samples were not read"
     return [
         images,

@@ -194,7 +194,7 @@ def _equal_levels(device: torch.device) -> Iterator[Line]:
     yield Line(
         "augmented images are the CPU's",
         share <= LEVELS_TOLERANCE,
-        f"{share:.1e} of the grey levels differ (at most {LEVELS_TOLERANCE:g}), by at most"
+        f"{share:.1e} of the gray levels differ (at most {LEVELS_TOLERANCE:g}), by at most"
         f" {int(off.max())}",
         {"share": share, "largest": int(off.max()), "tolerance": LEVELS_TOLERANCE},
     )

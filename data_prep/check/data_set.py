@@ -106,12 +106,12 @@ class DataSet(Classes):
     parts: list[SplitFiles]
     num_hashed: int = 0
     """The number of shards whose sha256 was compared."""
-    catalogue_compared: bool = False
+    catalog_compared: bool = False
 
     @property
     def ours(self) -> bool:
         """True if this package wrote the shards, False if it indexed existing shards."""
-        return "catalogue" in self.info
+        return "catalog" in self.info
 
     @property
     def seed(self) -> int:

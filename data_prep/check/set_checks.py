@@ -21,7 +21,7 @@ from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Finding
 from data_prep.errors import counted
 from data_prep.write.card_page import is_as_written
 from data_prep.write.card_text import count_classes
-from data_prep.write.catalogue import catalogue_sha256
+from data_prep.write.catalog import catalog_sha256
 from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
 from vit.data.shards.index_file import open_index
@@ -128,7 +128,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
     for names, text in (
         (
             of_other_plans,
-            "source, options or catalogue in _info.json differ from the recorded plan; restore"
+            "source, options or catalog in _info.json differ from the recorded plan; restore"
             " _info.json or the sidecars",
         ),
         (
@@ -240,7 +240,7 @@ def check_quarantine(data: DataSet) -> Iterator[Finding]:
 # ---- samples of all shards -----------------------------------------------------------------------
 
 
-def check_catalogue(data: DataSet) -> Iterator[Finding]:
+def check_catalog(data: DataSet) -> Iterator[Finding]:
     """Compare class names, keys and labels with the hash recorded before writing."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
@@ -253,13 +253,13 @@ def check_catalogue(data: DataSet) -> Iterator[Finding]:
         rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), keys])
         rows["label"] = np.concatenate([part.labels(), np.array(labels, np.int32)])
         splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
-    data.catalogue_compared = True
-    if (sha256 := catalogue_sha256(data.class_names, splits)) != data.info["catalogue"]:
+    data.catalog_compared = True
+    if (sha256 := catalog_sha256(data.class_names, splits)) != data.info["catalog"]:
         yield Finding(
             "labels",
             "_info.json",
             "class names, keys or labels have changed since the data set was written: their hash is"
-            f" {sha256[:12]}..., but {str(data.info['catalogue'])[:12]}... is recorded; restore"
+            f" {sha256[:12]}..., but {str(data.info['catalog'])[:12]}... is recorded; restore"
             " the altered files, or write the data set again",
         )
 

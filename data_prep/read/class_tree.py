@@ -23,7 +23,7 @@ from data_prep.read import image_tree
 from data_prep.read.archives import Members, walk_archive
 from data_prep.read.image_tree import Ignored, images_below, is_image, listed
 from data_prep.read.split_names import split_of
-from data_prep.write.catalogue import Builder
+from data_prep.write.catalog import Builder
 from data_prep.write.samples import Sample, read_range, stable_hash
 from vit.data.decode.image_files import EXTENSIONS
 from vit.system.spelling import few

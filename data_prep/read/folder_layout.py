@@ -14,7 +14,7 @@ from typing import NamedTuple
 from data_prep.errors import PrepError, counted
 from data_prep.read.class_tree import Tree, subtree
 from data_prep.read.label_lists import LabelList, Listed, find_lists, is_inside, read_lists
-from data_prep.read.split_names import OF_IMAGES, UNLABELLED, split_of, splits_of_folders
+from data_prep.read.split_names import OF_IMAGES, UNLABELED, split_of, splits_of_folders
 from vit.system.spelling import few
 
 LAYOUTS = ("splits", "classes")
@@ -133,7 +133,7 @@ def _read_folders(
             _check_classes(tree, folders, base)
         folder_of = {"train": base if with_classes else ()}
     else:
-        if not (choice or all(map(UNLABELLED.search, others))):
+        if not (choice or all(map(UNLABELED.search, others))):
             raise PrepError(
                 f"{tree}: two readings are possible. With --layout splits, {few(sorted(splits))}"
                 f" are the splits, the classes are {few(sorted(in_train))}, and the images in"
@@ -150,7 +150,7 @@ def _read_folders(
         classes = trees["train"].folders() if trees and with_classes else []
         inner = _inner_folder(folders, folder_of[split], classes)
         folder = inner if with_classes else folder_of[split]
-        if not (split == "test" and classes and _is_unlabelled(root, folders, folder, classes)):
+        if not (split == "test" and classes and _is_unlabeled(root, folders, folder, classes)):
             trees[split] = subtree(root, folder)
             folders = {each for each in folders if each[: len(folder)] != folder}
     return trees, folders
@@ -174,15 +174,13 @@ def _inner_folder(
     return outer
 
 
-def _is_unlabelled(
-    root: Tree, folders: set[Folder], test: Folder, classes: Collection[str]
-) -> bool:
+def _is_unlabeled(root: Tree, folders: set[Folder], test: Folder, classes: Collection[str]) -> bool:
     """Return whether a test folder has images, but neither class folders nor a table of classes."""
     names = _names(folders, test)
     has_classes = any(
         name in classes
         or (
-            not (name in test or split_of(name) or UNLABELLED.search(name))
+            not (name in test or split_of(name) or UNLABELED.search(name))
             and not OF_IMAGES.fullmatch(name)
         )
         for name in names

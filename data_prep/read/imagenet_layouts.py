@@ -38,7 +38,7 @@ from data_prep.read import parquet
 from data_prep.read.archives import Members, read_zip_member, small_members, walk_tar, walk_zip
 from data_prep.read.image_tree import listed
 from data_prep.read.split_names import SPLIT_WORDS
-from data_prep.write.catalogue import Builder
+from data_prep.write.catalog import Builder
 from data_prep.write.samples import Sample
 from vit.system.tar_walk import describe_content
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from data_prep.errors import PrepError, counted
-from data_prep.write.catalogue import Builder
+from data_prep.write.catalog import Builder
 from data_prep.write.jobs import count_one, run_jobs
 from data_prep.write.samples import Sample, read_range, stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json

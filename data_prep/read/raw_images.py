@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Builder
+from data_prep.write.catalog import Builder
 from data_prep.write.images import encode_jpeg
 from data_prep.write.samples import Sample, read_range
 

@@ -18,7 +18,7 @@ SPLIT_WORDS = {
 }
 _FILLER = r"sets?|data|images?|imgs?|folder|split|photos?|pictures?|[\W\d_]"
 _WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_WORDS)})(?=$|{_FILLER})")
-UNLABELLED = re.compile(
+UNLABELED = re.compile(
     r"(?<![^\W\d_])(pred|prediction|unlabell?ed|no.?label|unknown)s?(?![^\W\d_])", re.IGNORECASE
 )
 """Matches names of folders which mean that the images have no labels."""

@@ -34,7 +34,7 @@ SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2
 BAR = 40
 """The length of the longest histogram bar in characters."""
 MOST_REASONS = 20
-COLOUR_IMAGES = 1000
+COLOR_IMAGES = 1000
 """The number of images decoded to estimate the mean and standard deviation of colors. The estimate
 takes seconds, and its error is below 0.01."""
 
@@ -165,7 +165,7 @@ def card_text(card: Card) -> str:
         "## Sizes",
         *_sizes(card),
         "## Colors",
-        *_colours(card),
+        *_colors(card),
         "## Converted or skipped images",
         *_conversions(card),
         "## Source",
@@ -261,10 +261,10 @@ def histogram(sides: np.ndarray) -> str:
     return "\n".join(lines)
 
 
-def _colours(card: Card) -> list[str]:
+def _colors(card: Card) -> list[str]:
     split = next(iter(card.indexes))
-    rows = spread(len(card.indexes[split]), COLOUR_IMAGES)
-    mean, std = colour_statistics(card, split, rows)
+    rows = spread(len(card.indexes[split]), COLOR_IMAGES)
+    mean, std = color_statistics(card, split, rows)
     number = f"all {len(rows):,}" if len(rows) == len(card.indexes[split]) else f"{len(rows):,}"
     table_rows = [
         (name, *(f"{value:.3f}" for value in values))
@@ -277,7 +277,7 @@ def _colours(card: Card) -> list[str]:
     ]
 
 
-def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def color_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and standard deviation of RGB over all pixels, (3,) in [0, 1].
 
     All images have the same weight.
@@ -294,7 +294,7 @@ def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.n
 
 
 def _conversions(card: Card) -> list[str]:
-    if "catalogue" not in card.info:
+    if "catalog" not in card.info:
         return ["Unknown, because another program wrote these shards."]
     lines = ["No image was converted."]
     if changed := card.info.get("changed"):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Builder, Catalogue, Source, open_catalogue
+from data_prep.write.catalog import Builder, Catalog, Source, open_catalog
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
 from data_prep.write.shard import Work
@@ -97,7 +97,7 @@ class WritePlan:
     source: Source
     settings: Settings
     output: Output
-    catalogue: Catalogue
+    catalog: Catalog
     counts: dict[str, int]
     mean_bytes: float
     seconds_per_image: float
@@ -108,7 +108,7 @@ class WritePlan:
     def recorded(self) -> dict[str, Any]:
         """The record for `_writing.json` and `_info.json`, compared when a command resumes."""
         options = {**options_of(self.source, self.settings), "num_shards": self.counts}
-        return {"source": self.source.name, "options": options, "catalogue": self.catalogue.sha256}
+        return {"source": self.source.name, "options": options, "catalog": self.catalog.sha256}
 
     @property
     def filenames(self) -> dict[str, list[str]]:
@@ -121,7 +121,7 @@ class WritePlan:
     @property
     def num_bytes(self) -> int:
         """The estimated size of all shards."""
-        return round(sum(self.catalogue.splits.values()) * (self.mean_bytes + OVERHEAD_BYTES))
+        return round(sum(self.catalog.splits.values()) * (self.mean_bytes + OVERHEAD_BYTES))
 
     @cached_property
     def work(self) -> list[Work]:
@@ -135,8 +135,8 @@ class WritePlan:
                     Work(
                         name.removesuffix(".tar"),
                         split,
-                        range(k, self.catalogue.splits[split], len(names)),
-                        self.catalogue,
+                        range(k, self.catalog.splits[split], len(names)),
+                        self.catalog,
                         self.source.read,
                         settings.policy,
                         settings.with_json,
@@ -149,7 +149,7 @@ class WritePlan:
 
 def fingerprint(recorded: Mapping[str, Any]) -> str:
     """Return the sha256 of a plan's source, options and catalog, which each sidecar records."""
-    plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
+    plan = {key: recorded.get(key) for key in ("source", "options", "catalog")}
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
@@ -178,14 +178,14 @@ def make_plan(
         output,
         record,
         {"source": source.name, "options": options_of(source, settings)},
-        later=("num_shards", "catalogue"),
+        later=("num_shards", "catalog"),
     )
     with ExitStack() as stack:
-        root = _catalogue_root(output, dry)
+        root = _catalog_root(output, dry)
         if root != output.local:
             stack.callback(_remove_if_empty, root)
-        catalogue = stack.enter_context(
-            open_catalogue(
+        catalog = stack.enter_context(
+            open_catalog(
                 source,
                 root,
                 seed=settings.seed,
@@ -194,8 +194,8 @@ def make_plan(
                 dry=dry,
             )
         )
-        mean_bytes, seconds = _measured(source, catalogue, settings.policy)
-        counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
+        mean_bytes, seconds = _measured(source, catalog, settings.policy)
+        counts = choose_num_shards(catalog.splits, settings, mean_bytes)
         if record and settings.num_shards is None and settings.shard_bytes is None:
             # Keep the recorded number, because repaired images may have changed the measured sizes.
             counts = record["options"].get("num_shards", counts)
@@ -203,7 +203,7 @@ def make_plan(
             source,
             settings,
             output=output,
-            catalogue=catalogue,
+            catalog=catalog,
             counts=counts,
             mean_bytes=mean_bytes,
             seconds_per_image=seconds,
@@ -231,7 +231,7 @@ def _cut_minival(fraction: float, builder: Builder) -> None:
     builder.report_held_out("minival", fraction, "--minival {}")
 
 
-def _catalogue_root(output: Output, dry: bool) -> Path:
+def _catalog_root(output: Output, dry: bool) -> Path:
     """Return the catalog's folder. For a URL, all of a user's processes on a host share the
     folder."""
     if dry:
@@ -242,13 +242,13 @@ def _catalogue_root(output: Output, dry: bool) -> Path:
     return private_folder(Path(tempfile.gettempdir()) / f"vit-data-prep-{os.getuid()}-{name}")
 
 
-def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tuple[float, float]:
+def _measured(source: Source, catalog: Catalog, policy: ImagePolicy) -> tuple[float, float]:
     """Measure a few training images. Return (mean bytes of a written image, seconds to create it).
 
     The seconds are nan if no image is readable.
     """
-    split, total = next(iter(catalogue.splits.items()))
-    samples = catalogue.table(split).samples(range(min(total, MEASURED_SAMPLES)))
+    split, total = next(iter(catalog.splits.items()))
+    samples = catalog.table(split).samples(range(min(total, MEASURED_SAMPLES)))
     sizes = []
     began = time.perf_counter()
     for sample in samples:
@@ -331,10 +331,10 @@ def compare(
     if existing is None:
         return
     old, new = (
-        {**record.get("options", {}), **{key: record.get(key) for key in ("source", "catalogue")}}
+        {**record.get("options", {}), **{key: record.get(key) for key in ("source", "catalog")}}
         for record in (existing, expected)
     )
-    meaning = {"catalogue": " (images were added, removed or renamed)"}
+    meaning = {"catalog": " (images were added, removed or renamed)"}
     differences = [
         f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}{meaning.get(key, '')}"
         for key in sorted((old.keys() | new.keys()).difference(later))

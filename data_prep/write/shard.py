@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Catalogue
+from data_prep.write.catalog import Catalog
 from data_prep.write.images import EXIF_ORIENTED, ImagePolicy, Prepared, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import Output
@@ -64,7 +64,7 @@ class Work(NamedTuple):
     """The file name without .tar."""
     split: str
     places: range
-    catalogue: Catalogue
+    catalog: Catalog
     read: Callable[[Sample], bytes]
     policy: ImagePolicy
     with_json: bool
@@ -74,7 +74,7 @@ class Work(NamedTuple):
 
     def samples(self) -> list[Sample]:
         """Return the shard's samples in tar order."""
-        return self.catalogue.table(self.split).samples(self.places)
+        return self.catalog.table(self.split).samples(self.places)
 
 
 # ---- the tar -------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
     if sample.label >= 0:
         members.append(stream.add(f"{sample.key}.cls", b"%d" % sample.label))
         described["label"] = sample.label
-        described["class"] = work.catalogue.class_names[sample.label]
+        described["class"] = work.catalog.class_names[sample.label]
     if work.with_json:
         members.append(
             stream.add(

@@ -1,6 +1,6 @@
 """Write a data set of shards from any source.
 
-1. List the samples in a catalog (write/catalogue.py).
+1. List the samples in a catalog (write/catalog.py).
 2. Assign the samples to a fixed number of shards by a hash of (seed, key). Shard lengths differ by
    at most one sample.
 3. Write one shard at a time in each worker process (write/shard.py).
@@ -9,7 +9,7 @@
 
     <root>/                 the format: vit/data/shards/info_file.py
       _writing.json         the plan of this folder, later replaced by `_info.json`
-      ._catalogue.*/        the origin of each sample (write/catalogue.py), while a command runs
+      ._catalog.*/        the origin of each sample (write/catalog.py), while a command runs
       train-00000.rows.npy  index rows of a complete shard, finally removed
       _spool/               images of sources that cannot be read in place, finally removed
       .train-00000.tar.*    a shard being written, renamed when it is complete and on disk
@@ -22,7 +22,7 @@ workers or their timing. If a command is killed, the same command writes only th
 Several machines can divide the work with `--shards`. The machine that finds all shards complete
 writes the remaining files.
 
-If the root is a URL, it gets the same files, but `_catalogue` and `_spool` are in the temporary
+If the root is a URL, it gets the same files, but `_catalog` and `_spool` are in the temporary
 folder (TMPDIR).
 """
 
@@ -40,7 +40,7 @@ from typing import Any
 
 from data_prep.errors import NEXT_LINE, PrepError, share_to_allow
 from data_prep.write.card_page import write_card
-from data_prep.write.catalogue import SPOOL, Source
+from data_prep.write.catalog import SPOOL, Source
 from data_prep.write.images import EXIF_ORIENTED, exif_summary
 from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output, remove_left_folders
@@ -124,7 +124,7 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
     if made_from is None or info.get("made_of") != made_from or not _has_all_files(output, info):
         return False
     expected = {"source": source.name, "options": options_of(source, settings)}
-    compare(output, existing_record(output), expected, later=("num_shards", "catalogue"))
+    compare(output, existing_record(output), expected, later=("num_shards", "catalog"))
     print(f"{output}: already complete")
     return True
 
@@ -168,10 +168,10 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
         else:
             _complete(plan, sidecars, info)
             print(
-                f"{output}: complete, {len(plan.catalogue.class_names)} classes,"
+                f"{output}: complete, {len(plan.catalog.class_names)} classes,"
                 f" {time.monotonic() - start_s:.1f} s"
             )
-        _remove_intermediate(output, plan.catalogue.folder.parent)
+        _remove_intermediate(output, plan.catalog.folder.parent)
         return True
 
 
@@ -187,7 +187,7 @@ def _remove_intermediate(output: Output, root: Path | None) -> None:
     for name in (*rows, "_writing.json"):
         output.remove(name)
     if root is not None:
-        for folder in (root / SPOOL, *root.glob("_catalogue-*")):  # from earlier versions
+        for folder in (root / SPOOL, *root.glob("_catalog-*")):  # from earlier versions
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -213,7 +213,7 @@ def _write_shards(plan: WritePlan, mine: list[Work]) -> Sidecars:
 
     def on_result(name: str, sidecar: dict[str, Any]) -> None:
         sidecars[name] = sidecar
-        os.utime(plan.catalogue.folder)  # Show that the folder is in use even if locks do not work.
+        os.utime(plan.catalog.folder)  # Show that the folder is in use even if locks do not work.
         _refuse_unreadable(sidecars, plan, allowed and max(allowed, MANY_UNREADABLE))
 
     run_jobs(
@@ -246,7 +246,7 @@ def _complete_shards(plan: WritePlan) -> Sidecars:
 
 
 def _allowed(plan: WritePlan) -> int:
-    return allowed_unreadable(plan.settings.max_unreadable, sum(plan.catalogue.splits.values()))
+    return allowed_unreadable(plan.settings.max_unreadable, sum(plan.catalog.splits.values()))
 
 
 def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> None:
@@ -255,7 +255,7 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
     if len(entries) <= allowed:
         return
-    total = sum(plan.catalogue.splits.values())
+    total = sum(plan.catalog.splits.values())
     seen = len(entries) + sum(sidecar["num_samples"] for sidecar in sidecars.values())
     follow = ""
     if seen < total:
@@ -275,12 +275,12 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
 
 
 def _info(plan: WritePlan, sidecars: Sidecars) -> dict[str, Any]:
-    catalogue = plan.catalogue
+    catalog = plan.catalog
     mine = [sidecars[job.name] for job in plan.work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())
     extra: dict[str, Any] = {
-        "origin": catalogue.notes,
-        "listed": dict(catalogue.splits),
+        "origin": catalog.notes,
+        "listed": dict(catalog.splits),
         "changed": dict(sorted(changed.items())),
         "quarantined": sum(len(sidecar["quarantined"]) for sidecar in mine),
         "made_of": plan.source.made_of(plan.settings.seed, plan.settings.minival),
@@ -292,8 +292,8 @@ def _info(plan: WritePlan, sidecars: Sidecars) -> dict[str, Any]:
         {f"{name}.tar": sidecar for name, sidecar in sidecars.items()},
         **plan.recorded,
         **extra,
-        class_names=catalogue.class_names,
-        num_classes=len(catalogue.class_names),
+        class_names=catalog.class_names,
+        num_classes=len(catalog.class_names),
     )
 
 

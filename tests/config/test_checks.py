@@ -222,18 +222,18 @@ def test_members_of_streamed_samples_are_named_by_settings(load, problems):
 
 
 def test_gray_images_need_one_mean_and_no_color_operations(load, problems):
-    grey = (
+    gray = (
         "model: {in_chans: 1}\naugment: {randaugment_layers: 2}\ntrain: {steps: 1}\ndata:\n  root:"
         " a\n  mean: [0.5]\n  std: [1, 2]\n"
     )
-    assert problems(grey) == [
+    assert problems(gray) == [
         "run.yaml:7: data.std has 2 values, but model.in_chans is 1: give 1",
         (
             "run.yaml:2: augment.randaugment_layers needs color images (model.in_chans=3): set"
             " augment.randaugment_layers=0"
         ),
     ]
-    assert load(grey, "data.std=[1]", "augment.randaugment_layers=0").config.data.std == (1.0,)
+    assert load(gray, "data.std=[1]", "augment.randaugment_layers=0").config.data.std == (1.0,)
 
 
 # --- settings that select samples -----------------------------------------------------------------

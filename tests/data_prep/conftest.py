@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import webdataset
-from prep_place import Place, close_catalogues
+from prep_place import Place, close_catalogs
 from small_shards import add, jpeg
 from verifying import PER_CLASS, image_bytes
 
@@ -16,15 +16,15 @@ from vit.system.retry import RetryPolicy
 
 
 @pytest.fixture(autouse=True)
-def no_catalogue_is_left_open() -> Iterator[None]:
+def no_catalog_is_left_open() -> Iterator[None]:
     """Close catalogs after each test, because each open catalog uses a file descriptor."""
     yield
-    close_catalogues()
+    close_catalogs()
     held = []
     for link in Path("/proc/self/fd").glob("*"):  # This folder exists only on Linux.
         with suppress(OSError):  # the descriptor of the listing is closed
             held.append(os.readlink(link))
-    assert not [path for path in held if "._catalogue." in path]
+    assert not [path for path in held if "._catalog." in path]
 
 
 @pytest.fixture

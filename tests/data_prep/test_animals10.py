@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from prep_place import new_catalogue
+from prep_place import new_catalog
 from processes import metrics, run
 
 from data_prep import animals10
@@ -39,8 +39,8 @@ def photographs() -> dict[str, bytes]:
         for n in range(20 + number):
             encoded = io.BytesIO()
             extension = ("jpg", "png", "jpeg", "jpeg")[n % 4]
-            colour = (20 + 20 * number, 5 * n, 120)
-            Image.new("RGB", (40 + n, 30), colour).save(
+            color = (20 + 20 * number, 5 * n, 120)
+            Image.new("RGB", (40 + n, 30), color).save(
                 encoded, "PNG" if extension == "png" else "JPEG"
             )
             files[f"{folder}/OIP-{'x' if n < 2 else f'_{n}hAa-'}.{extension}"] = encoded.getvalue()
@@ -92,10 +92,10 @@ def test_the_split_is_by_class_and_hash(files, tmp_path):
     source = put(tmp_path / "raw-img", files)
 
     def splits(name: str, *arguments) -> dict[str, set[str]]:
-        catalogue = new_catalogue(animals10.source(source, *arguments), tmp_path / name, seed=0)
+        catalog = new_catalog(animals10.source(source, *arguments), tmp_path / name, seed=0)
         return {
-            split: {sample.key for sample in catalogue.table(split).samples(range(n))}
-            for split, n in catalogue.splits.items()
+            split: {sample.key for sample in catalog.table(split).samples(range(n))}
+            for split, n in catalog.splits.items()
         }
 
     two = splits("two")

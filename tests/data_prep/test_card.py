@@ -25,7 +25,7 @@ from data_prep.write.samples import spread
 from vit.data.shards.data_set import open_split
 from vit.system.files import ShardError
 
-COLOURS = {
+COLORS = {
     "blue": (20, 40, 220),
     "green": (30, 200, 60),
     "red | rouge": (230, 30, 20),
@@ -38,11 +38,11 @@ def made(tmp_path_factory) -> Path:
     """Prepare a dataset of plain-colored images of different sizes with lighter centers. One image
     is CMYK, and one is truncated."""
     folder = tmp_path_factory.mktemp("card")
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         (folder / "images" / name).mkdir(parents=True)
         for n in range(12):
-            image = Image.new("RGB", (30 + 5 * n, 60), colour)
-            image.paste(tuple(value // 2 for value in colour), (0, 0, 10, 60))
+            image = Image.new("RGB", (30 + 5 * n, 60), color)
+            image.paste(tuple(value // 2 for value in color), (0, 0, 10, 60))
             image.save(folder / "images" / name / f"{n}.jpg", quality=95)
     Image.new("CMYK", (50, 50), (200, 20, 10, 0)).save(folder / "images" / "blue" / "cmyk.jpg")
     whole = (folder / "images" / "blue" / "3.jpg").read_bytes()
@@ -127,7 +127,7 @@ def test_the_card_describes_the_shards(made):
     assert rows[0][4] == f"{sum(size for _, size, _ in train) / 1e6:,.1f}"
     expected = [
         [str(n), name.replace("|", r"\|"), str(counts["train"][n]), str(counts["val"][n])]
-        for n, name in enumerate(sorted(COLOURS))
+        for n, name in enumerate(sorted(COLORS))
     ]
     assert table(text, "Classes") == expected
 
@@ -169,7 +169,7 @@ def test_the_sheet_shows_every_class(made):
     with Image.open(made / "contact_sheet.png") as opened:
         sheet = opened.convert("RGB")
     assert sheet.width == 2 * MARGIN + 10 * (CELL + GAP) - GAP  # 10 images of each class
-    for row, name in enumerate(sorted(COLOURS)):
+    for row, name in enumerate(sorted(COLORS)):
         top = MARGIN + row * (CELL + TEXT_HEIGHT + GAP)
         shown = 0
         for column in range(10):
@@ -183,7 +183,7 @@ def test_the_sheet_shows_every_class(made):
                 continue
             shown += 1
             assert text.min() < 100
-            if max(abs(a - b) for a, b in zip(middle, COLOURS[name], strict=True)) > 12:
+            if max(abs(a - b) for a, b in zip(middle, COLORS[name], strict=True)) > 12:
                 assert name == "blue"  # the CMYK image
         assert shown == min(10, Counter(label for *_, label in samples(made, "train"))[row])
 
@@ -279,7 +279,7 @@ def test_a_failed_drawing_prints_one_line_and_keeps_the_old_card(root, prepare, 
 
 def test_a_failed_card_keeps_the_old_files(root, monkeypatch):
     def card_text(card):
-        raise ShardError("an image of the colour statistics: cannot decode")
+        raise ShardError("an image of the color statistics: cannot decode")
 
     monkeypatch.setattr(card_page, "card_text", card_text)
     before = {path.name: path.stat().st_mtime_ns for path in root.glob("*")}

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from prep_place import new_catalogue
+from prep_place import new_catalog
 
 from data_prep.digits import TEXTURES, Uniform, digit_mask, main, read, source, texture
-from data_prep.write.catalogue import Source
+from data_prep.write.catalog import Source
 from data_prep.write.samples import Sample
 from vit.data.shards.data_set import open_split
 
@@ -21,10 +21,9 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
     """Return the samples of each split in a catalog created in `folder`."""
-    catalogue = new_catalogue(found, folder / f"seed{seed}", seed)
+    catalog = new_catalog(found, folder / f"seed{seed}", seed)
     return {
-        split: catalogue.table(split).samples(range(total))
-        for split, total in catalogue.splits.items()
+        split: catalog.table(split).samples(range(total)) for split, total in catalog.splits.items()
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prep_place import new_catalogue
+from prep_place import new_catalog
 from small_shards import add
 
 from data_prep.errors import PrepError
@@ -34,10 +34,10 @@ HELD_OUT = [
 
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
     with tempfile.TemporaryDirectory() as temporary:
-        catalogue = new_catalogue(source(folder, val_fraction), Path(temporary), seed=0)
+        catalog = new_catalog(source(folder, val_fraction), Path(temporary), seed=0)
         return {
-            split: catalogue.table(split).samples(range(total))
-            for split, total in catalogue.splits.items()
+            split: catalog.table(split).samples(range(total))
+            for split, total in catalog.splits.items()
         }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checksums import digest
-from prep_place import new_catalogue
+from prep_place import new_catalog
 from prep_sources import FOOD, OTHERS, tgz_of, zip_of
 from servers import WebServer
 from small_shards import jpeg
@@ -34,14 +34,12 @@ def test_an_archive_may_have_only_class_folders_and_other_files(tmp_path):
     files |= {"pizza/notes/names.txt": b"x", "pizza/a.txt": b"x", "pizza/deep/1.JPG": jpeg(1)}
     archive = tmp_path / "flat.zip"
     archive.write_bytes(zip_of(files, "images/"))
-    catalogue = new_catalogue(imagefolder.source(archive, val_fraction=0.5), tmp_path / "c", seed=0)
+    catalog = new_catalog(imagefolder.source(archive, val_fraction=0.5), tmp_path / "c", seed=0)
     keys = {
-        s.key
-        for split, n in catalogue.splits.items()
-        for s in catalogue.table(split).samples(range(n))
+        s.key for split, n in catalog.splits.items() for s in catalog.table(split).samples(range(n))
     }
     assert keys == {name[:-4].replace("/", "_") for name in files if name.lower().endswith(".jpg")}
-    assert catalogue.notes == ["2 other files, no images: 2 .txt"]
+    assert catalog.notes == ["2 other files, no images: 2 .txt"]
     layout = read_layout(open_tree(archive), None, with_classes=True)
     assert str(layout.trees["train"]) == f"{archive}/images"
 

@@ -25,12 +25,12 @@ from fake_imagenet import (
     write_train_tar,
     write_zip,
 )
-from prep_place import new_catalogue
+from prep_place import new_catalog
 
 from data_prep import imagenet
 from data_prep.errors import PrepError
 from data_prep.imagenet import differences, source
-from data_prep.write.catalogue import Catalogue
+from data_prep.write.catalog import Catalog
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def fake() -> Fake:
     return make_fake(num_classes=12, train_per_class=5, val_per_class=3, odd=True)
 
 
-def catalogue(folder: Path, *paths: Path) -> Catalogue:
-    return new_catalogue(source(paths, allow_partial=True), folder, seed=0, workers=2)
+def catalog(folder: Path, *paths: Path) -> Catalog:
+    return new_catalog(source(paths, allow_partial=True), folder, seed=0, workers=2)
 
 
-def contents(found: Catalogue, split: str) -> dict[str, tuple[int, str, int, bytes]]:
+def contents(found: Catalog, split: str) -> dict[str, tuple[int, str, int, bytes]]:
     """Return {key: (label, name, size, bytes)}."""
     table = found.table(split)
     return {
@@ -61,11 +61,11 @@ def expected(fake: Fake, split: str) -> dict[str, tuple[int, str, int, bytes]]:
 @pytest.fixture(scope="module")
 def reference(fake, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("reference")
-    return catalogue(folder, *as_official(fake, folder)).sha256
+    return catalog(folder, *as_official(fake, folder)).sha256
 
 
 def test_the_layout_is_reported(tmp_path, fake, capsys):
-    listing = catalogue(tmp_path, *as_official(fake, tmp_path))
+    listing = catalog(tmp_path, *as_official(fake, tmp_path))
     output = capsys.readouterr().out
     folder = tmp_path / "downloads"
     assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in output
@@ -89,7 +89,7 @@ def test_labels_equal_those_of_torchvision(tmp_path, fake, monkeypatch):
     from torchvision.datasets import imagenet as theirs
 
     folder = as_official(fake, tmp_path)[0]
-    ours = catalogue(tmp_path, folder)
+    ours = catalog(tmp_path, folder)
     for part, (name, _) in theirs.ARCHIVE_META.items():
         md5 = hashlib.md5((folder / name).read_bytes()).hexdigest()
         monkeypatch.setitem(theirs.ARCHIVE_META, part, (name, md5))
@@ -112,11 +112,11 @@ def test_a_thousand_tars_are_read_in_any_order(tmp_path):
     write_inner_tars(fake, tmp_path / "train")
     write_flat_val(fake, tmp_path / "val")
     write_devkit(fake, tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
-    listing = catalogue(
+    listing = catalog(
         tmp_path, tmp_path / "train", tmp_path / "val", tmp_path / "ILSVRC2012_devkit_t12.tar.gz"
     )
     assert listing.class_names == WNIDS
-    assert listing.sha256 == catalogue(tmp_path / "x", _archives_of(fake, tmp_path / "x")).sha256
+    assert listing.sha256 == catalog(tmp_path / "x", _archives_of(fake, tmp_path / "x")).sha256
     for split in ("train", "val"):
         assert {key: row[0] for key, row in contents(listing, split).items()} == fake.labels(split)
 
@@ -140,15 +140,15 @@ def test_files_of_macos_are_skipped(tmp_path, fake, reference):
         (folder / f"._{fake.wnids[0]}_1.JPEG").write_bytes(b"x")
     (tree / "__MACOSX" / "train").mkdir(parents=True)
     (tree / "train" / fake.wnids[0] / "notes.txt").write_text("no image")
-    assert catalogue(tmp_path / "a", tree).sha256 == reference
+    assert catalog(tmp_path / "a", tree).sha256 == reference
     archives = _archives_of(fake, tmp_path)
     with tarfile.open(archives / "ILSVRC2012_img_train.tar", "a") as tar:
         tar.addfile(tarfile.TarInfo(f"._{fake.wnids[0]}.tar"))
-    assert catalogue(tmp_path / "t", archives).sha256 == reference
+    assert catalog(tmp_path / "t", archives).sha256 == reference
     files = kaggle_files(fake)
     files |= {f"__MACOSX/{name.replace('n0', '._n0')}": b"x" for name in files}
     files |= {f"ILSVRC/Data/CLS-LOC/train/{fake.wnids[0]}/._{fake.wnids[0]}_1.JPEG": b"x"}
-    assert catalogue(tmp_path / "b", write_zip(files, tmp_path / "a.zip")).sha256 == reference
+    assert catalog(tmp_path / "b", write_zip(files, tmp_path / "a.zip")).sha256 == reference
     dirty = Fake(
         fake.wnids,
         {w: {f"./._{w}_1.JPEG": b"x"} | images for w, images in fake.train.items()},
@@ -156,7 +156,7 @@ def test_files_of_macos_are_skipped(tmp_path, fake, reference):
         fake.val_wnids,
         fake.ids,
     )
-    assert catalogue(tmp_path / "c", write_archives(dirty, tmp_path / "d")).sha256 == reference
+    assert catalog(tmp_path / "c", write_archives(dirty, tmp_path / "d")).sha256 == reference
 
 
 def test_other_files_among_the_images_are_reported(tmp_path, fake):
@@ -165,7 +165,7 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
     (tmp_path / "in.tar").write_bytes(
         tar_of([(f"{first}.tar", tar_of([(f"{first}_1.JPEG", b"x"), ("readme", b"")]))])
     )
-    listing = catalogue(tmp_path, tmp_path / "in.tar", folder / "val")
+    listing = catalog(tmp_path, tmp_path / "in.tar", folder / "val")
     assert "train: 1 files that are no images are left out: readme" in listing.notes
 
 
@@ -206,7 +206,7 @@ def test_val_skips_the_classes_that_are_missing_from_train(tmp_path, fake):
     folder = as_official(fake, tmp_path)[0]
     small = make_fake(3, 2, 1)
     write_train_tar(small, folder / "ILSVRC2012_img_train.tar")
-    listing = catalogue(tmp_path, folder)
+    listing = catalog(tmp_path, folder)
     assert listing.class_names == small.wnids
     assert listing.splits == {"train": 6, "val": 9}
     assert any("27 images of unknown classes" in note for note in listing.notes)
@@ -218,12 +218,12 @@ def test_a_single_split_is_accepted(tmp_path, fake):
         PrepError, match=r"no images of train found; expected one of ILSVRC2012_img_train\.tar"
     ):
         source([folder / "ILSVRC2012_img_val.tar", folder / "ILSVRC2012_devkit_t12.tar.gz"])
-    val = catalogue(
+    val = catalog(
         tmp_path / "v", folder / "ILSVRC2012_img_val.tar", folder / "ILSVRC2012_devkit_t12.tar.gz"
     )
     assert contents(val, "val") == expected(fake, "val")
     assert (val.class_names, list(val.splits)) == (fake.wnids, ["val"])
-    train = catalogue(tmp_path / "t", folder / "ILSVRC2012_img_train.tar")
+    train = catalog(tmp_path / "t", folder / "ILSVRC2012_img_train.tar")
     assert contents(train, "train") == expected(fake, "train")
 
 
@@ -245,7 +245,7 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
 
 
 def _spooled(folder: Path, parquets: Path, seed: int) -> list[Path]:
-    listing = new_catalogue(source([parquets], allow_partial=True), folder, seed=seed, workers=2)
+    listing = new_catalog(source([parquets], allow_partial=True), folder, seed=seed, workers=2)
     assert listing.splits == {"train": 67, "val": 36}
     return sorted((folder / "_spool").iterdir())
 
@@ -269,7 +269,7 @@ def test_md5s_are_compared_on_request(tmp_path, fake, monkeypatch, capsys):
 
 def test_a_missing_image_raises_os_error(tmp_path, fake):
     tree = write_torchvision_tree(fake, tmp_path / "in")
-    table = catalogue(tmp_path, tree).table("train")
+    table = catalog(tmp_path, tree).table("train")
     sample = random.Random(0).choice(table.samples(range(len(table))))
     os.unlink(os.path.join(sample.file, sample.name))
     with pytest.raises(OSError, match="No such file"):

@@ -61,7 +61,7 @@ def test_the_layout_is_reported_and_odd_images_are_counted(undisturbed, fake):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tars", pytest.param("parquet", marks=pytest.mark.full)])
-def test_simultaneous_array_tasks_share_one_catalogue_and_succeed(
+def test_simultaneous_array_tasks_share_one_catalog_and_succeed(
     fake, archives, undisturbed, tmp_path, layout
 ):
     source = archives if layout == "tars" else write_parquets(fake, tmp_path / "parquet")
@@ -88,9 +88,7 @@ def test_simultaneous_array_tasks_share_one_catalogue_and_succeed(
         tars.pop("quarantine.jsonl")
     assert {name: written[name] for name in tars} == tars
     assert not [
-        name
-        for name in os.listdir(out)
-        if name.startswith(("_catalogue", "_spool", "_writing", "."))
+        name for name in os.listdir(out) if name.startswith(("_catalog", "_spool", "_writing", "."))
     ]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from fake_imagenet import tar_of
 from PIL import Image
-from prep_place import new_catalogue
+from prep_place import new_catalog
 from prep_sources import Files, edit, without, write, zip_of
 
 from data_prep.errors import PrepError
@@ -269,14 +269,12 @@ class Listed(NamedTuple):
 
 def listed(path: Path, **options) -> Listed:
     opened = source(path, **options)
-    catalogue = new_catalogue(opened, path.parent / "catalogue", seed=0)
+    catalog = new_catalog(opened, path.parent / "catalog", seed=0)
     splits = {
-        split: [
-            (sample, opened.read(sample)) for sample in catalogue.table(split).samples(range(n))
-        ]
-        for split, n in catalogue.splits.items()
+        split: [(sample, opened.read(sample)) for sample in catalog.table(split).samples(range(n))]
+        for split, n in catalog.splits.items()
     }
-    return Listed(catalogue.class_names, splits, catalogue.notes)
+    return Listed(catalog.class_names, splits, catalog.notes)
 
 
 def of(files: Files, folder: Path, **options) -> Listed:

@@ -331,7 +331,7 @@ add_rows(
     {
         "a folder without tars": index(lambda: {"out/": b""}),
         "a folder of compressed tars": index(lambda: {"out/train-0.tar.gz": b""}),
-        "image and label of a sample that are not neighbours in the tar": index(
+        "image and label of a sample that are not neighbors in the tar": index(
             shards({"a.jpg": IMAGE, "b.jpg": IMAGE, "a.cls": b"0", "b.cls": b"1"})
         ),
         "no split in a shard's name": index(shards(name="00000.tar")),

@@ -273,7 +273,7 @@ def test_a_stopped_command_continues_with_the_same_bytes(
             is_whole = now[name] == before.get(name) or name.endswith(".rows.npy") or begun
             assert is_whole, (stop, number, name)
         # A catalog whose creation was interrupted is removed by the next command.
-        left = [name for name in now if name.endswith(".tmp") and "_catalogue" not in name]
+        left = [name for name in now if name.endswith(".tmp") and "_catalog" not in name]
         assert ended < 0 or not left, f"{stop} {number}: partial files were left"
     assert undisturbed.main(line) == 0
     assert digests(out) == before

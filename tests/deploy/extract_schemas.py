@@ -124,7 +124,7 @@ def main(jobset_repository: str, trainer_repository: str, python: str) -> dict[s
     source, of_sky = extract_sky(python)
     sources.append(source)
     schemas.update(of_sky)
-    return {"sources": sources, "licence": "Apache-2.0", "schemas": schemas}
+    return {"sources": sources, "license": "Apache-2.0", "schemas": schemas}
 
 
 if __name__ == "__main__":

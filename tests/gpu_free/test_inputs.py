@@ -37,7 +37,7 @@ def test_every_setting_is_tried():
     assert not fields, "add values other than the default for these fields to SETTINGS"
 
 
-def changes_colour(config: AugmentConfig) -> bool:
+def changes_color(config: AugmentConfig) -> bool:
     """Return whether the setting changes colors. The config rejects such settings for grayscale
     images (vit/config/checks.py)."""
     policies = config.randaugment_layers or config.auto_augment
@@ -47,7 +47,7 @@ def changes_colour(config: AugmentConfig) -> bool:
 CASES = [
     (name, channels)
     for name, config in SETTINGS.items()
-    for channels in ([3] if changes_colour(config) else [3, 1])
+    for channels in ([3] if changes_color(config) else [3, 1])
 ]
 
 

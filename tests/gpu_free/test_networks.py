@@ -34,7 +34,7 @@ OPTIONS = {
     "query as head": {**SMALL, "global_pool": "map", "mlp_layer": "swiglu", "mlp_drop_rate": 0.1},
     "norms of patches": {**SMALL, "dual_patch_norm": True, "init_head_bias": -6.9},
     "drawn as JAX does": {**SMALL, "weight_init": "jax"},
-    "grey, not square": {**SMALL, "in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
+    "gray, not square": {**SMALL, "in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
 }
 
 

@@ -35,7 +35,7 @@ PLACES = {
     "levels": (pixel_ops, "look_up"),
     "warps": (pixel_ops, "affine"),
     "boxes": (pixel_ops, "in_box"),
-    "normalisation": (apply.Augment, "normalize"),
+    "normalization": (apply.Augment, "normalize"),
     "network": (Mlp, "forward"),
     "loss": (objective, "margins"),
     "update": (step_module, "set_rates"),

@@ -85,7 +85,7 @@ def odd_images(seed: int = 0) -> dict[str, bytes]:
     return {
         "cmyk": _saved(image.convert("CMYK")),
         "rgba_png": _saved(image.convert("RGBA"), "PNG"),
-        "grey": _saved(image.convert("L")),
+        "gray": _saved(image.convert("L")),
         "one_pixel": _saved(image.crop((0, 0, 1, 1))),
         "truncated": (whole := _saved(image, quality=95))[: len(whole) // 2],
         "progressive": _saved(image, progressive=True),

@@ -26,7 +26,7 @@ from error_rows import snapshot
 from fake_imagenet import Fake, as_official, make_fake
 from processes import REPOSITORY, environment, jpeg
 
-from data_prep.write.catalogue import Catalogue, open_catalogue
+from data_prep.write.catalog import Catalog, open_catalog
 from vit.data.shards.index_file import left_out
 from vit.data.shards.info_file import read_sidecar
 from vit.data.shards.tar import scan_tar
@@ -36,17 +36,17 @@ VAL_TAR = "ILSVRC2012_img_val.tar"
 KIT = "ILSVRC2012_devkit_t12.tar.gz"
 
 
-_catalogues = ExitStack()
+_catalogs = ExitStack()
 
 
-def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """Call `open_catalogue`. Keep a reference to the result, so that the folder exists until the
+def new_catalog(*arguments: Any, **options: Any) -> Catalog:
+    """Call `open_catalog`. Keep a reference to the result, so that the folder exists until the
     test ends."""
-    return _catalogues.enter_context(open_catalogue(*arguments, **options))
+    return _catalogs.enter_context(open_catalog(*arguments, **options))
 
 
-def close_catalogues() -> None:
-    _catalogues.close()
+def close_catalogs() -> None:
+    _catalogs.close()
 
 
 class Place:
@@ -183,7 +183,7 @@ def whole_shards_only(out: Path, complete: bool = False) -> None:
         assert not [
             path.name
             for path in out.iterdir()
-            if path.name.startswith(("_catalogue", "_spool", "_writing"))
+            if path.name.startswith(("_catalog", "_spool", "_writing"))
         ]
 
 

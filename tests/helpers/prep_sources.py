@@ -26,7 +26,7 @@ import pytest
 from fake_imagenet import LAYOUTS, Fake, make_fake, tar_of
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
-from prep_place import new_catalogue
+from prep_place import new_catalog
 from small_shards import image_bytes
 
 from data_prep import animals10, cifar, imagefolder, imagenet, mnist, parquet
@@ -68,7 +68,7 @@ class Tiny:
     def listed(self, folder: Path) -> list[Sample]:
         """Return the samples in the catalog of the source, which was written to `folder`."""
         opened = self.open(*(folder / name for name in self.at.split()))
-        found = new_catalogue(opened, folder / "catalogue", seed=0)
+        found = new_catalog(opened, folder / "catalog", seed=0)
         splits = {sample.split for sample in self.samples}
         return [
             Sample(split if split in splits else "", bare(row.key), row.label, opened.read(row))

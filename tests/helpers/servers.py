@@ -208,7 +208,7 @@ class HubServer(LocalServer):
     """A context manager that serves a Hugging Face Hub with the given `repositories` ({name: {file:
     bytes}}). Each repository has one commit, which an upload replaces.
 
-    No user may read the repositories in `gated`. `licences` maps repository names to the licenses
+    No user may read the repositories in `gated`. `licenses` maps repository names to the licenses
     on their model cards. `requests` lists the path of each request, and `downloads` lists the files
     that were sent. `writers` maps each token to the owner whose repositories it may write, or to
     "" for a token that may only read. `refused` maps the end of a path to the status that requests
@@ -218,7 +218,7 @@ class HubServer(LocalServer):
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
         self.repositories = repositories
         self.gated: set[str] = set()
-        self.licences: dict[str, str] = {}
+        self.licenses: dict[str, str] = {}
         self.requests: list[str] = []
         self.downloads: list[str] = []
         self.writers: dict[str, str] = {}
@@ -326,12 +326,12 @@ class _HubHandler(BaseHTTPRequestHandler):
             self._send_json(self._tree(files) if kind == "tree" else self._facts(name))
 
     def _facts(self, name: str) -> object:
-        licence = self.hub.licences.get(name)
+        license = self.hub.licenses.get(name)
         return {
             "id": name,
             "sha": self.hub.commit_of(name),
             "siblings": [{"rfilename": file} for file in self.hub.repositories[name]],
-            "cardData": {"license": licence} if licence else {},
+            "cardData": {"license": license} if license else {},
         }
 
     def _tree(self, files: dict[str, bytes]) -> object:

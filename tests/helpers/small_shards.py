@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalog import Builder, Source
 from data_prep.write.plan import Settings
 from data_prep.write.samples import read_range
 

@@ -38,7 +38,7 @@ def odd_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "a/alpha.png": encoded(image.convert("RGBA"), "PNG"),
         "a/cmyk.jpg": encoded(image.convert("CMYK"), "JPEG"),
         "a/turned.jpg": encoded(image, "JPEG", exif=turned),
-        "b/grey16.png": encoded(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "PNG"),
+        "b/gray16.png": encoded(Image.fromarray(pixels[..., 0].astype(np.uint16) * 257), "PNG"),
         "b/smaller_than_a_patch.png": encoded(image.resize((3, 2)), "PNG"),
         "b/without_suffix": encoded(image, "PNG"),
         "broken/cut.jpg": encoded(image, "JPEG")[:400],

@@ -24,7 +24,7 @@ from vit.inference.predict import predict
 from vit.system.redact import escape_to_one_line
 
 IN_ORDER = [
-    *("a/alpha.png", "a/cmyk.jpg", "a/turned.jpg", "b/grey16.png", "b/smaller_than_a_patch.png"),
+    *("a/alpha.png", "a/cmyk.jpg", "a/turned.jpg", "b/gray16.png", "b/smaller_than_a_patch.png"),
     *("b/without_suffix", "broken/cut.jpg", "broken/empty.jpg", "broken/line.png"),
     "broken/page.jpg",
 ]

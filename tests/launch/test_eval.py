@@ -32,9 +32,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+def colors(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """Copy the images into classes that are named after colors."""
-    root = shutil.copytree(shards, tmp_path_factory.mktemp("colours") / "shards")
+    root = shutil.copytree(shards, tmp_path_factory.mktemp("colors") / "shards")
     info = json.loads((root / "_info.json").read_text())
     (root / "_info.json").write_text(json.dumps({**info, "class_names": ["red", "green", "blue"]}))
     return root
@@ -72,8 +72,8 @@ def test_accepts_a_run_without_its_flag(base, capfd):
     assert "last_ema.safetensors (step 3, averaged weights) on" in messages
 
 
-def test_data_of_other_classes_are_reported(base, colours, capfd):
-    result, messages = evaluated(capfd, base, "--data", colours)
+def test_data_of_other_classes_are_reported(base, colors, capfd):
+    result, messages = evaluated(capfd, base, "--data", colors)
     assert result["note"].startswith(
         "the classes of data and model differ: label 0 is 'red' in the data, 'class0' in the"
         " model, label 1 is 'green' in the data, "
@@ -109,9 +109,9 @@ def test_reads_classes_from_a_checkpoint(base):
 
 @pytest.mark.parametrize("reset_head", ["false", "true"])
 def test_fine_tuning_on_other_classes_with_the_old_head_is_reported(
-    reset_head, base, colours, tmp_path, capfd
+    reset_head, base, colors, tmp_path, capfd
 ):
-    config = write_config(tmp_path, colours, steps=1)
+    config = write_config(tmp_path, colors, steps=1)
     settings = [
         *TINY,
         f"run.dir={tmp_path / 'run'}",

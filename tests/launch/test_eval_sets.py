@@ -32,7 +32,7 @@ WORLD = World(0, 1, torch.device("cpu"))
 NAMES = [f"class{label}" for label in range(3)]
 
 
-class ByColour(nn.Module):
+class ByColor(nn.Module):
     """A model with 12 classes whose logits depend only on the mean color of the image. The expected
     results can therefore be computed in a simple loop."""
 
@@ -80,7 +80,7 @@ def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str,
             config.eval,
         )
         with closing(evaluator):
-            results |= evaluator.evaluate({"model": ByColour()})
+            results |= evaluator.evaluate({"model": ByColor()})
         sets_by_name |= {each.name: each for each in group}
     return {name: by_model["model"] for name, by_model in results.items()}, sets_by_name
 
@@ -88,7 +88,7 @@ def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str,
 def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
     config = config_of(root, {})
     split = open_split(root, "val")
-    model = ByColour()
+    model = ByColor()
     seen = []
     original = model.forward
     model.forward = lambda images: seen.append(original(images)) or seen[-1]

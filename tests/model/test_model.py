@@ -29,7 +29,7 @@ CONFIGURATIONS = {
     "mean of patches beside a class token": {"global_pool": "avg"},
     "LayerScale": {"init_values": 1e-1},
     "no qkv bias, narrow MLP": {"qkv_bias": False, "mlp_ratio": 2.5},
-    "grey, oblong patches": {"in_chans": 1, "patch_size": (16, 8)},
+    "gray, oblong patches": {"in_chans": 1, "patch_size": (16, 8)},
 }
 
 

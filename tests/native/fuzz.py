@@ -34,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
     "L": {},
     "CMYK": {},
     "progressive": {"progressive": True},
-    "optimised": {"optimize": True},
+    "optimized": {"optimize": True},
 }
 MARKERS: tuple[dict[str, Any], ...] = (
     {},
@@ -55,8 +55,8 @@ def write_seeds(folder: Path) -> Path:
 
     folder.mkdir()
     for width, height in SIZES:
-        colours = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8)
-        smooth = np.asarray(Image.fromarray(colours).resize((width, height)), np.float32)
+        colors = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8)
+        smooth = np.asarray(Image.fromarray(colors).resize((width, height)), np.float32)
         noise = 12 * rng.standard_normal((height, width, 3))
         pixels = (smooth + noise).clip(0, 255).astype(np.uint8)
         image = Image.fromarray(pixels)

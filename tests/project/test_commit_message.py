@@ -17,7 +17,7 @@ CHECK = [sys.executable, str(ROOT / ".github" / "commit_message.py")]
     [
         ("Add a page of settings\n\nUsers could not look one up.\n", ""),
         ("Process each shard once\n# a comment of git\n", ""),
-        ("Embed the licence", ""),
+        ("Embed the license", ""),
         ("Bring the record of a killed run", ""),
         ("Add a page" + " of settings" * 6, "is longer than 72 characters"),
         ("add a page", "does not begin with a capital letter"),

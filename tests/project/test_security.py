@@ -238,7 +238,7 @@ def test_a_name_cannot_control_the_terminal(tmp_path):
     assert not set("\x1b\x07\x9b\u202e") & set(done.stdout + done.stderr)
 
 
-def test_printed_text_keeps_colours_and_loses_other_terminal_codes(capsys, monkeypatch):
+def test_printed_text_keeps_colors_and_loses_other_terminal_codes(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", redact._Guarded(sys.stdout, is_view=False))
     print("\x1b[1mbold\x1b[0m 50 %\r\x1b[2K größe\t猫 \x1b]0;title\x07 \x1bP \x9b \b")
     assert capsys.readouterr().out == (

@@ -59,7 +59,7 @@ def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
     slow.chmod(0o755)
     options = ["--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=20"]
     jobs = []
-    for name in ("limit", "cancelled"):
+    for name in ("limit", "canceled"):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name, shards, steps=1_000_000)
         arguments = [
@@ -73,18 +73,18 @@ def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
         jobs.append(cluster.submit(tmp_path / name / "log", *options, *arguments, **variables))
     for job in jobs:
         job.wait(lambda facts, job=job: "staging now" in job.log)
-    limit, cancelled = jobs
+    limit, canceled = jobs
     limit.cancel("--batch", "--signal=USR1")
-    cancelled.cancel()
+    canceled.cancel()
     limit.wait(lambda facts: facts["Restarts"] == "1")
     assert metrics(tmp_path / "limit" / "run", "end")[-1]["outcome"] == "stopped", limit.log
     assert "note: not all shards were staged" in limit.log
-    cancelled.wait()
+    canceled.wait()
     deadline = time.monotonic() + 60
-    while "not started: ended by SIGTERM" not in cancelled.log:
-        assert time.monotonic() < deadline, cancelled.log
+    while "not started: ended by SIGTERM" not in canceled.log:
+        assert time.monotonic() < deadline, canceled.log
         time.sleep(0.2)
-    assert "training in" not in cancelled.log
+    assert "training in" not in canceled.log
 
 
 def test_srun_arguments_prefix_every_python_command_and_each_node_stages_shards(

@@ -70,7 +70,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
 def hub(repositories, tmp_path, monkeypatch) -> Iterator[HubServer]:
     """Start a local hub, store its address in the environment, and use an empty cache."""
     with HubServer(repositories) as server:
-        server.licences[NAME] = "apache-2.0"
+        server.licenses[NAME] = "apache-2.0"
         server.gated.add(GATED)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -108,7 +108,7 @@ with torch.no_grad():
     torch.testing.assert_close(vit.load("hf-hub:{OTHER}")(images), theirs)
 print(vit.load("{NAME}").weights.source)
 """
-    expected = {"repository": NAME, "commit": hub.commit_of(NAME), "licence": "apache-2.0"}
+    expected = {"repository": NAME, "commit": hub.commit_of(NAME), "license": "apache-2.0"}
     assert python(code) == f"{expected}\n"
 
 
@@ -123,7 +123,7 @@ def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     done = run("launch/train.py", *line, ranks=2)
     assert done.returncode == 0, done.stderr
     assert hub.downloads.count("model.safetensors") == 1
-    source = {"repository": NAME, "commit": hub.commit_of(NAME), "licence": "apache-2.0"}
+    source = {"repository": NAME, "commit": hub.commit_of(NAME), "license": "apache-2.0"}
     assert f"{NAME} on the Hugging Face hub, commit {source['commit'][:12]}, license" in done.stderr
     assert metrics(run_dir, "start")[-1]["init_source"] == source
     checkpoint = newest_checkpoint(run_dir)

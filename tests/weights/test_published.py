@@ -126,7 +126,7 @@ def jpegs() -> dict[str, bytes]:
         "china": china,
         "tall": china.crop((100, 0, 340, 427)),
         "small": flower.crop((200, 100, 420, 280)),
-        "grey": flower.crop((0, 150, 640, 350)).convert("L"),
+        "gray": flower.crop((0, 150, 640, 350)).convert("L"),
     }
     encoded = {}
     for name, picture in pictures.items():

@@ -72,12 +72,12 @@ def test_ramps_stay_linear_away_from_the_border(old, new, antialias, atol):
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in old), indexing="ij")
     patches = torch.stack((y, x), dim=2).reshape(1, -1, 2)
     resampled = resample_posemb(patches, old, new, 0, antialias=antialias)[0].unflatten(0, new)
-    centres = [(torch.arange(n) + 0.5) * o / n - 0.5 for o, n in zip(old, new, strict=True)]
-    inside = [(c >= 2) & (c <= o - 3) for c, o in zip(centres, old, strict=True)]
-    for axis, (centre, keep) in enumerate(zip(centres, inside, strict=True)):
+    centers = [(torch.arange(n) + 0.5) * o / n - 0.5 for o, n in zip(old, new, strict=True)]
+    inside = [(c >= 2) & (c <= o - 3) for c, o in zip(centers, old, strict=True)]
+    for axis, (center, keep) in enumerate(zip(centers, inside, strict=True)):
         line = resampled[..., axis].movedim(axis, 0)[:, 0]
         assert keep.sum() >= 4
-        torch.testing.assert_close(line[keep], centre[keep], rtol=0, atol=atol)
+        torch.testing.assert_close(line[keep], center[keep], rtol=0, atol=atol)
 
 
 def test_resampling_computes_in_float32_and_keeps_the_dtype():

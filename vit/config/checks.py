@@ -71,7 +71,7 @@ def find_problems(config: Config) -> list[Problem]:
         _stream_rules(config.stream),
         _source_rules(config),
         _augment_rules(config.augment),
-        _grey_rules(config.augment, config.model.in_chans),
+        _gray_rules(config.augment, config.model.in_chans),
         run_rules(config.run),
     )
     voids = [
@@ -310,20 +310,20 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
     }
 
 
-def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
+def _gray_rules(augment: AugmentConfig, in_chans: int) -> Rules:
     """Check that no color operation is applied to grayscale images."""
-    is_grey = in_chans == 1
-    needs_colour = "needs color images (model.in_chans=3)"
+    is_gray = in_chans == 1
+    needs_color = "needs color images (model.in_chans=3)"
     *_, saturation, hue = augment.color_jitter
     return {
-        f"augment.randaugment_layers {needs_colour}: set augment.randaugment_layers=0": (
-            is_grey and augment.randaugment_layers > 0
+        f"augment.randaugment_layers {needs_color}: set augment.randaugment_layers=0": (
+            is_gray and augment.randaugment_layers > 0
         ),
-        f"augment.auto_augment {needs_colour}: set augment.auto_augment=null": (
-            is_grey and augment.auto_augment is not None
+        f"augment.auto_augment {needs_color}: set augment.auto_augment=null": (
+            is_gray and augment.auto_augment is not None
         ),
-        f"augment.color_jitter {needs_colour}: set its third and fourth number, saturation and hue,"
-        " to 0": is_grey and (saturation > 0 or hue > 0),
+        f"augment.color_jitter {needs_color}: set its third and fourth number, saturation and hue,"
+        " to 0": is_gray and (saturation > 0 or hue > 0),
     }
 
 

@@ -98,7 +98,7 @@ class RotaryEmbedding(nn.Module):
         if self.rope_type == "axial":
             places = _grid_places(self.grid_size, self.ref_feat_shape or self.grid_size)
         else:
-            places = 2 * math.pi * _centres(self.grid_size)
+            places = 2 * math.pi * _centers(self.grid_size)
         angles.append(_angles(places, self.temperature, head_dim))
         angle = torch.cat(angles)
         cos = angle.cos()
@@ -134,7 +134,7 @@ def _grid_places(grid_size: tuple[int, int], ref_feat_shape: tuple[int, int]) ->
     return torch.cartesian_prod(*axes)
 
 
-def _centres(grid_size: tuple[int, int]) -> Tensor:
+def _centers(grid_size: tuple[int, int]) -> Tensor:
     """Return the row and column of each patch's center in [-1, 1]: (h*w, 2) float64."""
     axes = [(torch.arange(size, dtype=torch.float64) * 2 + 1) / size - 1 for size in grid_size]
     return torch.cartesian_prod(*axes)

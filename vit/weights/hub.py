@@ -27,10 +27,10 @@ WEIGHTS_FILES = ("model.safetensors", "model.safetensors.index.json")
 FETCHED = (*WEIGHTS_FILES, "model-*-of-*.safetensors", "config.json", "preprocessor_config.json")
 """The patterns of the files to download."""
 _NAME = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
-_LICENCE = re.compile(r"[\w.+-]{1,60}")
+_LICENSE = re.compile(r"[\w.+-]{1,60}")
 """Matches valid license names. Names from the hub are untrusted, but are printed and written to
 model cards."""
-_LICENCE_TIMEOUT_S = 10.0
+_LICENSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HubCopy:
 
     folder: Path
     source: dict[str, str]
-    """`repository`, `commit`, and `licence` if the model card states a license."""
+    """`repository`, `commit`, and `license` if the model card states a license."""
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -50,9 +50,9 @@ def is_hub_name(path: str | os.PathLike[str]) -> bool:
 
 def in_words(source: Mapping[str, str]) -> str:
     """Return the repository, commit and license as a phrase for messages."""
-    licence = source.get("licence", "not stated")
+    license = source.get("license", "not stated")
     commit = source["commit"][:12]
-    return f"{source['repository']} on the Hugging Face hub, commit {commit}, license {licence}"
+    return f"{source['repository']} on the Hugging Face hub, commit {commit}, license {license}"
 
 
 def fetch(name: str) -> HubCopy:
@@ -114,16 +114,16 @@ def fetch(name: str) -> HubCopy:
             " (https://huggingface.co/timm)"
         )
     source = {"repository": repository, "commit": folder.name}
-    return HubCopy(folder, source | _licence(repository, folder.name))
+    return HubCopy(folder, source | _license(repository, folder.name))
 
 
-def _licence(repository: str, commit: str) -> dict[str, str]:
-    """Return {"licence": ...} from the model card, or {} if there is none or the hub is
+def _license(repository: str, commit: str) -> dict[str, str]:
+    """Return {"license": ...} from the model card, or {} if there is none or the hub is
     unreachable."""
     from huggingface_hub import HfApi, errors
 
     with suppress(OSError, errors.HTTPError):
-        facts = HfApi().model_info(repository, revision=commit, timeout=_LICENCE_TIMEOUT_S)
-        licence = str(getattr(facts.card_data, "license", None) or "")
-        return {"licence": licence} if _LICENCE.fullmatch(licence) else {}
+        facts = HfApi().model_info(repository, revision=commit, timeout=_LICENSE_TIMEOUT_S)
+        license = str(getattr(facts.card_data, "license", None) or "")
+        return {"license": license} if _LICENSE.fullmatch(license) else {}
     return {}

@@ -76,11 +76,11 @@ class View:
                 f" ({method})"
             )
         turned = "Rotate the image by its EXIF orientation. " if self.apply_exif else ""
-        colours = "RGB" if len(self.mean) == 3 else "grayscale"
+        colors = "RGB" if len(self.mean) == 3 else "grayscale"
         mean = ", ".join(f"{value:g}" for value in self.mean)
         std = ", ".join(f"{value:g}" for value in self.std)
         return (
-            f"{turned}Read the image as {colours}. {resized}. Crop the center of"
+            f"{turned}Read the image as {colors}. {resized}. Crop the center of"
             f" {height}x{width} (height x width). Divide by 255, subtract the mean ({mean}), divide"
             f" by the standard deviation ({std}), each per channel. Inputs are float32, (batch,"
             f" {len(self.mean)}, {height}, {width})."
@@ -143,12 +143,12 @@ FEATURES = {
     "no_qkv_bias": "no bias of queries, keys and values (model.qkv_bias=false)",
     "representation": "a representation layer (model.representation_size)",
     "not_square": "images or patches that are not square",
-    "centre_not_square": "a center crop of images that are not square",
-    "grey": "grayscale images (model.in_chans=1)",
+    "center_not_square": "a center crop of images that are not square",
+    "gray": "grayscale images (model.in_chans=1)",
 }
 LACKS = {
     "timm": {"representation", "gated"},
-    "torchvision": {*FEATURES} - {"representation", "centre_not_square"},
+    "torchvision": {*FEATURES} - {"representation", "center_not_square"},
     "huggingface": {
         "guest",
         "no_class_token",
@@ -159,12 +159,12 @@ LACKS = {
         "no_positions",
         "layer_scale",
         "representation",
-        "grey",
+        "gray",
         "dist_token",
-        "centre_not_square",
+        "center_not_square",
     },
     "onnx": set[str](),
-    "npz": {*FEATURES} - {"centre_not_square"},
+    "npz": {*FEATURES} - {"center_not_square"},
 }
 
 
@@ -214,8 +214,8 @@ def lacking(program: str, config: Config) -> list[str]:
         "no_qkv_bias": model.qkv_bias is False,
         "representation": model.representation_size is not None,
         "not_square": rectangular,
-        "centre_not_square": height != width and not squash,
-        "grey": model.in_chans == 1,
+        "center_not_square": height != width and not squash,
+        "gray": model.in_chans == 1,
     }
     obstacles = [text for name, text in FEATURES.items() if has[name] and name in LACKS[program]]
     if program != "onnx":

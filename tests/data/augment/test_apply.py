@@ -200,8 +200,8 @@ def test_boxes_of_normalized_images_are_erased(mode, channels):
         if mode == "const":
             assert (box == 0).all()
         elif mode == "rand":
-            colour = torch.from_numpy(table[row, FIRST_OP + 4 : FIRST_OP + 4 + channels])
-            assert torch.equal(box, colour[:, None, None].expand_as(box))
+            color = torch.from_numpy(table[row, FIRST_OP + 4 : FIRST_OP + 4 + channels])
+            assert torch.equal(box, color[:, None, None].expand_as(box))
         else:
             noise.append(box.flatten())
     if noise:

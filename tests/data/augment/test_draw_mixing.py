@@ -59,12 +59,10 @@ def test_the_fill_is_a_normal_color_a_seed_or_nothing():
     assert (
         table_of(AugmentConfig(erasing_prob=1.0, erasing_mode="const"), 4).shape[1] == FIRST_OP + 4
     )
-    colours = table_of(AugmentConfig(erasing_prob=1.0, erasing_mode="rand"), 6000)[
-        :, FIRST_OP + 4 :
-    ]
-    assert colours.shape[1] == 3
+    colors = table_of(AugmentConfig(erasing_prob=1.0, erasing_mode="rand"), 6000)[:, FIRST_OP + 4 :]
+    assert colors.shape[1] == 3
     assert all(
-        scipy.stats.kstest(channel, scipy.stats.norm.cdf).pvalue > 1e-3 for channel in colours.T
+        scipy.stats.kstest(channel, scipy.stats.norm.cdf).pvalue > 1e-3 for channel in colors.T
     )
     seeds = table_of(AugmentConfig(erasing_prob=1.0, erasing_mode="pixel"), 6000)[:, FIRST_OP + 4 :]
     assert seeds.shape[1] == 1

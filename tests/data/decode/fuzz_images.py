@@ -120,7 +120,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     """Yield JPEGs of nearly all kinds. The size of JPEGs with unusual chroma subsampling is only
     approximate."""
     rgb = picture(width, height)
-    grey = picture(width, height, "L")
+    gray = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
         marks = {"restart_marker_blocks": blocks}
         interval = f", markers each {blocks}" if blocks else ""
@@ -134,7 +134,7 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
                 # Change the chroma subsampling in the header, but not the compressed data.
                 at = at_frame(data) + 11
                 yield f"JPEG {name}{interval}", data[:at] + bytes([factors]) + data[at + 1 :]
-        yield f"JPEG grey{interval}", encoded(grey, "JPEG", **marks)
+        yield f"JPEG gray{interval}", encoded(gray, "JPEG", **marks)
         yield f"JPEG RGB{interval}", encoded(rgb, "JPEG", keep_rgb=True, **marks)
         cmyk = encoded(rgb.convert("CMYK"), "JPEG", **marks)
         yield f"JPEG CMYK{interval}", cmyk
@@ -174,11 +174,11 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         yield f"PNG {mode}", encoded(picture(width, height, mode), "PNG")
     yield (
-        "PNG with a transparent colour",
+        "PNG with a transparent color",
         encoded(picture(width, height), "PNG", transparency=(128, 128, 128)),
     )
     yield (
-        "PNG with a transparent grey",
+        "PNG with a transparent gray",
         encoded(picture(width, height, "L"), "PNG", transparency=128),
     )
     yield (
@@ -272,7 +272,7 @@ def view_of(data: bytes, box: Window, channels: int) -> Pixels:
     )
 
 
-def centre_of(data: bytes, channels: int) -> Pixels:
+def center_of(data: bytes, channels: int) -> Pixels:
     return decode_center(data, (SIDE, SIDE), VIEW, "bilinear", channels).numpy()
 
 
@@ -335,7 +335,7 @@ class Comparison:
             self._judge(f"{box} of {size}, {channels} channels", part, ways)
         height, width = resized_size(size[::-1], (SIDE, SIDE), VIEW)
         top, left = round((height - SIDE) / 2), round((width - SIDE) / 2)
-        centre = (
+        center = (
             None
             if whole is None
             else resize(whole, (height, width), "bilinear")[
@@ -343,7 +343,7 @@ class Comparison:
             ].numpy()
         )
         self._judge(
-            f"{channels} channels", centre, self._by_both("evaluation", centre_of, channels)
+            f"{channels} channels", center, self._by_both("evaluation", center_of, channels)
         )
 
     def _boxes(self, width: int, height: int) -> Iterator[tuple[int, int, int, int]]:

@@ -46,7 +46,7 @@ def with_interval(data: bytes, blocks: int) -> bytes:
 
 
 GOOD = {
-    "grey": encoded(mode="L"),
+    "gray": encoded(mode="L"),
     "cmyk": encoded(mode="CMYK"),
     "progressive": encoded(progressive=True),
     "png": encoded(form="PNG"),

@@ -25,8 +25,8 @@ ARRANGED = {
     "4:2:0": ("4:2:0", 0x22),
     "4:1:1": ("4:2:0", 0x41),
     "1x4": ("4:2:0", 0x14),
-    "grey": ("grey", 0x11),
-    "grey 2x2": ("grey", 0x22),
+    "gray": ("gray", 0x11),
+    "gray 2x2": ("gray", 0x22),
 }
 
 
@@ -47,7 +47,7 @@ def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **
     """Return a JPEG of this size with a restart marker after every `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    if pillows != "grey":
+    if pillows != "gray":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
         image = Image.fromarray(noise(mcus[0] * mcu_w, mcus[1] * mcu_h))
@@ -82,7 +82,7 @@ def cases(draw):
     image border, are generated often."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
-    mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "grey" not in arranged else 8
+    mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "gray" not in arranged else 8
     per_line = -(-width // mcu_w)
     divisors = [n for n in range(1, per_line + 1) if per_line % n == 0]
     interval = draw(st.sampled_from([0, *divisors, 2 * per_line, 3 * per_line]))
@@ -214,17 +214,17 @@ def test_a_file_that_contradicts_its_header_is_left_to_full_decoding(data):
 def test_a_file_with_a_scan_per_component_is_not_cut():
     """The test combines one header and the scans of three gray images into a file with one scan per
     component."""
-    grey = jpeg(64, 64, "grey", 2)
-    header = read_header(grey)
+    gray = jpeg(64, 64, "gray", 2)
+    header = read_header(gray)
     frame = (
         b"\xff\xc0"
         + struct.pack(">HBHHB", 17, 8, 64, 64, 3)
         + b"".join(bytes((n, 0x11, 0)) for n in (1, 2, 3))
     )
-    tables = grey[header.frame_offset + 13 : header.scan_offset - 10]
-    codes = grey[header.scan_offset : -2]
+    tables = gray[header.frame_offset + 13 : header.scan_offset - 10]
+    codes = gray[header.scan_offset : -2]
     scans = b"".join(b"\xff\xda\0\x08\1" + bytes((n, 0, 0, 63, 0)) + codes for n in (1, 2, 3))
-    data = grey[: header.frame_offset] + frame + tables + scans + b"\xff\xd9"
+    data = gray[: header.frame_offset] + frame + tables + scans + b"\xff\xd9"
     assert decode(data).shape == (64, 64, 3)
     assert not read_header(data).is_one_scan
     assert cut_window(data, read_header(data), (20, 20, 10, 10)) is None

@@ -298,7 +298,7 @@ def test_the_scan_of_a_shard_finds_the_same_sizes_as_pillow(tmp_path):
     long = random.Random(1).randbytes(40_000)
     images = {
         "plain": encode(picture(31, 17)),
-        "grey": encode(picture(32, 17, "L"), progressive=True),
+        "gray": encode(picture(32, 17, "L"), progressive=True),
         "cmyk": encode(picture(33, 17, "CMYK")),
         "long": encode(picture(34, 17), icc_profile=long),
         "stray": (lambda data: data[:20] + bytes(50) + data[20:])(encode(picture(35, 17))),

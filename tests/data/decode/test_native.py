@@ -88,12 +88,12 @@ def test_windows_of_all_samplings_equal_simplejpeg(size):
         for sampling in SUBSAMPLINGS:
             data = simplejpeg.encode_jpeg(pixels, quality, colorsubsampling=sampling)
             assert_same(data, f"{size}, quality {quality}, {sampling}")
-        assert_same(by_pillow(pixels, "L", quality=quality), f"{size}, quality {quality}, grey")
+        assert_same(by_pillow(pixels, "L", quality=quality), f"{size}, quality {quality}, gray")
         rgb = by_pillow(pixels, quality=quality, keep_rgb=True)
         assert np.array_equal(native.decode_window(rgb, (0, 0, *size)), whole(rgb))
         assert (
             native.decode_into(rgb, 0, 0, np.empty((size[1], size[0], 1), np.uint8))
-            is Status.COLOURS
+            is Status.COLORS
         )
 
 
@@ -106,7 +106,7 @@ def test_windows_with_restart_markers_equal_simplejpeg(size):
                 by_pillow(pixels, subsampling=subsampling, **marks),
                 f"{size}, {subsampling}, {marks}",
             )
-        assert_same(by_pillow(pixels, "L", optimize=True, **marks), f"{size}, grey, {marks}")
+        assert_same(by_pillow(pixels, "L", optimize=True, **marks), f"{size}, gray, {marks}")
     for marks in ({"restart_marker_rows": n} for n in (1, 2, 3)):
         assert_same(by_pillow(pixels, subsampling=2, **marks), f"{size}, 420, {marks}")
 
@@ -315,18 +315,18 @@ def test_a_refused_file_has_the_status_of_its_reason():
 def test_a_first_component_coarser_than_another_is_refused(factors, names):
     """libjpeg can decode chroma that has a higher resolution than luma, but encoders never write
     such files. The test declares 96 gray blocks as 16 MCUs of six blocks."""
-    grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
-    frame = grey.index(b"\xff\xc0")
-    scan = grey.index(b"\xff\xda")
+    gray = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
+    frame = gray.index(b"\xff\xc0")
+    scan = gray.index(b"\xff\xda")
     components = b"".join(bytes((name, both, 0)) for name, both in zip(names, factors, strict=True))
     data = b"".join(
         (
             b"\xff\xd8",
-            grey[20:frame],
+            gray[20:frame],
             segment(0xC0, bytes((8, 0, 64, 0, 64, 3)) + components),
-            grey[frame + 13 : scan],
+            gray[frame + 13 : scan],
             segment(0xDA, bytes((3, names[0], 0, names[1], 0, names[2], 0, 0, 63, 0))),
-            grey[scan + 10 :],
+            gray[scan + 10 :],
         )
     )
     Image.open(io.BytesIO(data)).load()

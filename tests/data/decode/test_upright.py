@@ -23,15 +23,15 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "grey JPEG", "CMYK JPEG"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "gray JPEG", "CMYK JPEG"])
 def test_a_view_with_apply_exif_equals_that_of_the_upright_image(form, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    colours, _, plain = form.rpartition(" ")
-    picture = PICTURE.convert({"grey": "L", "CMYK": "CMYK"}.get(colours, "RGB"))
+    colors, _, plain = form.rpartition(" ")
+    picture = PICTURE.convert({"gray": "L", "CMYK": "CMYK"}.get(colors, "RGB"))
     data = encoded(picture, plain, exif=exif)
     oracle = encoded(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"), "PNG")
-    for channels in (1, 3) if form == "grey JPEG" else (3,):
+    for channels in (1, 3) if form == "gray JPEG" else (3,):
         turned, stored, expected = (
             decode_center(each, (16, 16), EvalConfig(apply_exif=applied), "bicubic", channels)
             for each, applied in ((data, True), (data, None), (oracle, None))

@@ -238,5 +238,5 @@ def test_gray_windows_have_one_channel():
     data = encode(picture(mode="L"))
     [ours] = decode_views(data, [(3, 3, 50, 40)], (20, 24), "bicubic", channels=1)
     assert ours.shape == (1, 20, 24)
-    [colour] = decode_views(data, [(3, 3, 50, 40)], (20, 24), "bicubic", channels=3)
-    np.testing.assert_array_equal(colour, ours.expand(3, -1, -1))
+    [color] = decode_views(data, [(3, 3, 50, 40)], (20, 24), "bicubic", channels=3)
+    np.testing.assert_array_equal(color, ours.expand(3, -1, -1))

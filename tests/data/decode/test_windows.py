@@ -37,7 +37,7 @@ def without_native(function, *arguments, **options):
 @settings(max_examples=200)
 @given(
     st.tuples(st.integers(1, 140), st.integers(1, 140)),
-    st.sampled_from([*BLOCKS, "grey", "progressive", "png"]),
+    st.sampled_from([*BLOCKS, "gray", "progressive", "png"]),
     st.data(),
 )
 def test_every_path_to_a_window_gives_the_pixels_of_the_complete_image(size, form, data):
@@ -54,7 +54,7 @@ def test_every_path_to_a_window_gives_the_pixels_of_the_complete_image(size, for
         options["restart_marker_blocks"] = data.draw(
             st.sampled_from([0, 1, per_line, *(n for n in (2, 3, 5) if per_line % n == 0)])
         )
-    image = picture(width, height, "L" if form == "grey" else "RGB")
+    image = picture(width, height, "L" if form == "gray" else "RGB")
     encoded = encode(image, "PNG") if form == "png" else encode(image, **options)
     left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
     box = (

@@ -94,20 +94,20 @@ def test_invalid_samples_are_named(tmp_path, members, message):
         scan_tar(tar)
 
 
-@pytest.mark.parametrize("num_neighbours", [0, 1])
-def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
+@pytest.mark.parametrize("num_neighbors", [0, 1])
+def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbors):
     """`tar cf train-00000.tar *.jpg *.cls` groups files by suffix. The last image and the first
     label may then look like one sample."""
     pairs = [pair(key, number) for number, key in enumerate("abc")]
     images, labels = ([both[column] for both in pairs] for column in (0, 1))
-    order = [*images, *labels] if not num_neighbours else [*images, *labels[::-1]]
+    order = [*images, *labels] if not num_neighbors else [*images, *labels[::-1]]
     tar = write_tar(tmp_path / "train-00000.tar", order)
     with pytest.raises(ShardError) as caught:
         scan_tar(tar)
-    num_unfit = 6 - 2 * num_neighbours
+    num_unfit = 6 - 2 * num_neighbors
     assert (
         f"sample 'a' has no .cls with the label (its members: jpg) ({num_unfit} of"
-        f" {num_unfit + num_neighbours} samples do not fit). Members of 'a' are at several places"
+        f" {num_unfit + num_neighbors} samples do not fit). Members of 'a' are at several places"
         " of this tar, but the members of a sample must be adjacent: write it again with `tar"
         " --sort=name -cf train-00000.tar -C FOLDER .`" in str(caught.value)
     )

@@ -107,10 +107,10 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         "_info.json: class names, keys or labels have changed since the data set was written",
         False,
     ),
-    "catalogue": (
-        lambda root: edit_json(root / "_info.json", lambda info: info.update(catalogue="0" * 64)),
+    "catalog": (
+        lambda root: edit_json(root / "_info.json", lambda info: info.update(catalog="0" * 64)),
         (
-            "train: 7 shards, the first is train-00000.tar: source, options or catalogue in"
+            "train: 7 shards, the first is train-00000.tar: source, options or catalog in"
             " _info.json differ from the recorded plan"
         ),
         True,
@@ -120,7 +120,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
             root / "_info.json", lambda info: info["options"].update(jpeg_quality=1)
         ),
         (
-            "val: 1 shard, the first is val-00000.tar: source, options or catalogue in _info.json"
+            "val: 1 shard, the first is val-00000.tar: source, options or catalog in _info.json"
             " differ from the recorded plan"
         ),
         True,
@@ -132,7 +132,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "a sidecar's plan": (
         edit_plan,
-        "train: 1 shard, the first is train-00001.tar: source, options or catalogue",
+        "train: 1 shard, the first is train-00001.tar: source, options or catalog",
         True,
     ),
     "a sidecar": (

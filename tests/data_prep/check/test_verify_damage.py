@@ -305,7 +305,7 @@ def test_samples_in_neither_shard_nor_quarantine_are_reported(root, capsys):
     edit_json(
         root / "_info.json",
         lambda info: info.update(
-            {key: before[key] for key in ("catalogue", "changed", "quarantined", "class_names")}
+            {key: before[key] for key in ("catalog", "changed", "quarantined", "class_names")}
         ),
     )
     assert verify(root) == 1

@@ -95,7 +95,7 @@ def test_images_that_the_loader_converts_are_a_note_but_a_problem_in_our_own_sha
     output = capsys.readouterr().out
     assert "train-000.tar: 1 image: CMYK JPEG" in output
     assert "train-000.tar: 1 image: PNG (RGB)" in output
-    edit_json(root / "_info.json", lambda info: info.update(catalogue="0"))
+    edit_json(root / "_info.json", lambda info: info.update(catalog="0"))
     assert verify(root) == 1
     output = capsys.readouterr().out.split("Notes")[0]
     assert "train-000.tar: cmyk: our writer does not write such images (CMYK JPEG)" in output

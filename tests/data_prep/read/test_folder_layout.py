@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_imagenet import tar_of
 from PIL import Image
-from prep_place import new_catalogue
+from prep_place import new_catalog
 from prep_sources import tgz_of, zip_of
 
 from data_prep import imagefolder
@@ -174,10 +174,10 @@ CASES = {
     "only val": Case("val/cat val/dog", error="has val/ but no train/"),
     "no train": Case("val/cat test/cat", error="has test/, val/ but no train/"),
     # ---- images outside class folders
-    "unlabelled test": Case(
+    "unlabeled test": Case(
         "train/cat train/dog test", splits(train="train/cat train/dog"), note="not used: test"
     ),
-    "unlabelled test in a folder": Case(
+    "unlabeled test in a folder": Case(
         "train/cat train/dog valid/cat test/unknown",
         splits(train="train/cat train/dog", val="valid/cat"),
         note="not used: test/unknown",
@@ -265,20 +265,20 @@ class Found(NamedTuple):
 
 def read(source: Path, at: Path, **flags: object) -> Found:
     made = imagefolder.source(source, **flags)
-    catalogue = new_catalogue(made, at, seed=0)
+    catalog = new_catalog(made, at, seed=0)
     keys = {}
     images = {}
-    for split, total in catalogue.splits.items():
-        samples = catalogue.table(split).samples(range(total))
+    for split, total in catalog.splits.items():
+        samples = catalog.table(split).samples(range(total))
         keys[split] = {sample.key: sample.label for sample in samples}
         images[split] = Counter(
             (
-                catalogue.class_names[sample.label] if catalogue.class_names else "",
+                catalog.class_names[sample.label] if catalog.class_names else "",
                 np.asarray(Image.open(io.BytesIO(made.read(sample))))[8, 8].tobytes(),
             )
             for sample in samples
         )
-    return Found(catalogue.class_names, keys, images)
+    return Found(catalog.class_names, keys, images)
 
 
 def expected_images(case: Case) -> dict[str, Counter]:
@@ -303,9 +303,9 @@ def test_a_folder_a_zip_and_a_tar_have_the_same_splits_and_labels(name, tmp_path
         source = write(files_of(case), form, tmp_path / form)
         if case.error:
             with pytest.raises(PrepError, match=case.error):
-                read(source, tmp_path / form / "catalogue", **case.flags)
+                read(source, tmp_path / form / "catalog", **case.flags)
             continue
-        found = read(source, tmp_path / form / "catalogue", **case.flags)
+        found = read(source, tmp_path / form / "catalog", **case.flags)
         assert re.search(case.note, capsys.readouterr().out), form
         results.append(found)
         images = dict(found.images)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from small_shards import FOUR, small_splits, source_of
 
-from data_prep.write.catalogue import Source
+from data_prep.write.catalog import Source
 from data_prep.write.writer import write
 
 

@@ -67,7 +67,7 @@ def psnr(a, b) -> float:
 
 UNTOUCHED = {
     "plain": encode(picture()),
-    "grey": encode(picture(mode="L")),
+    "gray": encode(picture(mode="L")),
     "progressive": encode(picture(), progressive=True),
     "restart markers": encode(picture(), restart_marker_rows=1),
     "stored as RGB": encode(picture(), keep_rgb=True),
@@ -333,7 +333,7 @@ def raises(function, data: bytes) -> bool:
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "grey", "progressive", "restart markers", "stored as RGB"]
+    "kind", ["plain", "gray", "progressive", "restart markers", "stored as RGB"]
 )
 def test_the_check_finds_what_a_full_decode_finds(kind):
     rng = random.Random(kind)
@@ -360,7 +360,7 @@ def test_the_check_finds_what_a_full_decode_finds(kind):
     ids=lambda policy: str(policy.options()),
 )
 @pytest.mark.parametrize(
-    "kind", ["plain", "grey", "restart markers", "CMYK JPEG", "PNG (RGB)", "WEBP (RGB)"]
+    "kind", ["plain", "gray", "restart markers", "CMYK JPEG", "PNG (RGB)", "WEBP (RGB)"]
 )
 def test_truncated_images_are_unreadable(kind, policy):
     data = (UNTOUCHED | CONVERTED)[kind]
@@ -370,7 +370,7 @@ def test_truncated_images_are_unreadable(kind, policy):
 
 
 def test_a_missing_end_marker_is_treated_as_in_decoding():
-    for kind in ("plain", "grey", "progressive"):
+    for kind in ("plain", "gray", "progressive"):
         data = UNTOUCHED[kind][:-2]
         assert raises(lambda data: prepare(data, HEADERS), data) == raises(decode, data)
 

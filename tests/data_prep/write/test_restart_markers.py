@@ -88,9 +88,9 @@ FILES = {
         for name in ("444", "422", "420", "440", "411", "Gray")
     },
     **{f"quality {q}": encode(200, 100, quality=q) for q in (1, 30, 60, 95, 100)},
-    "optimised": encode(300, 200, optimize=True),
+    "optimized": encode(300, 200, optimize=True),
     "noise of all frequencies": encode(160, 120, noise=90, quality=100, subsampling=0),
-    "one colour": encode(400, 300, noise=0, quality=30),
+    "one color": encode(400, 300, noise=0, quality=30),
     "RGB, not YCbCr": encode(120, 80, keep_rgb=True),
     "markers every MCU": encode(100, 80, restart_marker_blocks=1),
     "markers anywhere": encode(200, 90, restart_marker_blocks=7),

@@ -20,7 +20,7 @@ from checksums import digests
 from small_shards import FOUR, image_bytes, small_splits, source_of
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Builder
+from data_prep.write.catalog import Builder
 from data_prep.write.images import ImagePolicy
 from data_prep.write.plan import Settings, choose_num_shards, choose_part
 from data_prep.write.shard import TarStream
@@ -131,7 +131,7 @@ def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small
     with pytest.raises(PrepError, match="shards of unknown origin"):
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
-    (root / "_catalogue-0123").mkdir()  # from an earlier version
+    (root / "_catalog-0123").mkdir()  # from an earlier version
     (root / "mine.rows.npy").write_bytes(b"not of the writer")
     capsys.readouterr()
     write(small, root, FOUR)
@@ -149,7 +149,7 @@ def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small
         (23, {"quality": 9}, {}, "quality was null, now 9"),
         (23, {}, {"with_json": True}, "with_json was null, now true"),
         (23, {}, {"policy": ImagePolicy(resize_short_side=8)}, "resize_short_side was null, now 8"),
-        (22, {}, {}, "catalogue was"),
+        (22, {}, {}, "catalog was"),
     ],
 )
 def test_other_contents_are_refused(written, tmp_path, num_train, options, settings, difference):
@@ -340,7 +340,7 @@ def test_a_refused_command_keeps_the_files_of_another(small, tmp_path):
         with pytest.raises(PrepError, match=f"{message} was .* Nothing was changed"):
             write(source, root, settings)
     other = source_of(tmp_path / "other", small_splits(22))
-    with pytest.raises(PrepError, match=r"catalogue was .* Nothing was changed"):
+    with pytest.raises(PrepError, match=r"catalog was .* Nothing was changed"):
         write(replace(other, inputs=[tmp_path / "other" / "images.bin"]), root, FOUR)
     assert sorted(path.name for path in root.iterdir()) == before
 

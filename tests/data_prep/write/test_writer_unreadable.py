@@ -15,7 +15,7 @@ from PIL import Image
 from small_shards import FOUR, image_bytes, small_splits, source_of
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Source
+from data_prep.write.catalog import Source
 from data_prep.write.plan import Settings
 from data_prep.write.samples import Sample
 from data_prep.write.writer import write

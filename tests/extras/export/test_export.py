@@ -86,7 +86,7 @@ def run_card(folder: Path, monkeypatch) -> dict[str, Any]:
 
 
 VIEWS = {
-    "centre": {"data": {"root": "-"}, "eval": {"crop_pct": 0.8, "resizer": "pillow"}},
+    "center": {"data": {"root": "-"}, "eval": {"crop_pct": 0.8, "resizer": "pillow"}},
     "squash": {
         "data": {"root": "-", "mean": [0.5], "std": [0.25], "interpolation": "bilinear"},
         "eval": {"crop_pct": 1.0, "crop_mode": "squash", "resizer": "pillow"},
@@ -98,7 +98,7 @@ VIEWS = {
 @pytest.mark.parametrize(
     ("program", "view"),
     [
-        *((program, "centre") for program in PROGRAMS),
+        *((program, "center") for program in PROGRAMS),
         *(("timm", view) for view in ("squash", "resized")),
         *(("huggingface", view) for view in ("squash", "resized")),
         ("torchvision", "squash"),

@@ -137,7 +137,7 @@ def from_run(run_dir: Path):
 
 @pytest.mark.parametrize("view", [*VIEWS, "exif", "gray"])
 def test_the_page_gives_our_probabilities(view, tmp_path):
-    sections = VIEWS.get(view, VIEWS["centre"])
+    sections = VIEWS.get(view, VIEWS["center"])
     model = {}
     if view == "gray":
         model = {"in_chans": 1}

@@ -24,7 +24,7 @@ SHOWN = {
     "eval": ["top1", "loss", "top5", "ece"],
     "report": ["attention", "confusion", "augmented", "positions"],
 }
-COLOUR = "#0f7b8a"
+COLOR = "#0f7b8a"
 BACKGROUND = "#f7f8fa"
 
 
@@ -56,7 +56,7 @@ def draw(run_dir: Path, out: Path) -> None:
                 panel.axis("off")
                 continue
             points = [(row[AXIS], row[key]) for row in history if key in row]
-            panel.plot(*zip(*points, strict=True), color=COLOUR, linewidth=1.2)
+            panel.plot(*zip(*points, strict=True), color=COLOR, linewidth=1.2)
             panel.set_xlabel(AXIS, fontsize=6)
             panel.grid(color="#e3e6ea", linewidth=0.5)
     figure.text(0.98, 0.99, f"{run_dir.name}  ({run_id})", ha="right", va="top", fontsize=9)

@@ -30,14 +30,14 @@ WORDS = ["--knn", "--k", "3,20", "--linear-probe", "--l2", "0.01", "--device", "
 
 def blobs(num: int, dim: int, num_classes: int, seed: int, spread: float = 1.5):
     rng = np.random.default_rng(seed)
-    centres = np.random.default_rng(7).normal(size=(num_classes, dim))
+    centers = np.random.default_rng(7).normal(size=(num_classes, dim))
     labels = rng.integers(num_classes, size=num)
-    return centres[labels] + spread * rng.normal(size=(num, dim)), labels
+    return centers[labels] + spread * rng.normal(size=(num, dim)), labels
 
 
-@pytest.mark.parametrize("block", [knn.NEIGHBOURS, 100])
+@pytest.mark.parametrize("block", [knn.NEIGHBORS, 100])
 def test_neighbors_vote_as_in_scikit_learn(block, monkeypatch):
-    monkeypatch.setattr(knn, "NEIGHBOURS", block)
+    monkeypatch.setattr(knn, "NEIGHBORS", block)
     features, labels = blobs(430, 16, 8, seed=0)
     queries, own = blobs(300, 16, 8, seed=1)
     ks = (1, 20, 150)

@@ -89,7 +89,7 @@ def test_timms_default_sgd_rate_with_adam_gets_a_note(flags, is_noted):
     assert ("neither --lr nor --lr-base" in " ".join(account(imported).split())) == is_noted
 
 
-def test_cooldown_and_prefix_add_epochs_and_a_policy_replaces_colour_jitter():
+def test_cooldown_and_prefix_add_epochs_and_a_policy_replaces_color_jitter():
     imported = import_recipe(
         f"python train.py {VIT} --opt adamw --lr 1e-3 --epochs 20 --warmup-epochs 5 --warmup-prefix"
         " --aa rand-m9-mstd101-inc1-n3 --aug-repeats 3 --clip-grad 5 --clip-mode agc"
@@ -251,7 +251,7 @@ def test_a_head_scaled_by_zero_starts_at_zero_and_other_factors_are_unavailable(
 
 
 @pytest.mark.parametrize("flags", ["", "--mean 0.485 0.456 0.406 --std 0.2 0.3 0.4"])
-def test_grey_images_use_the_average_of_mean_and_std_as_in_timm(flags):
+def test_gray_images_use_the_average_of_mean_and_std_as_in_timm(flags):
     vit = "--model vit_small_patch16_224 --num-classes 10 -b 64 --opt adamw --lr 1e-3"
     rgb = settings(f"python train.py {vit} {flags}")
     imported = import_recipe(f"python train.py {vit} {flags} --in-chans 1")

@@ -297,7 +297,7 @@ def norms_line(step: int, **changes) -> dict:
     return {"step": step, "update_norm": dict.fromkeys(layers, 1e-3), **values, **changes}
 
 
-def test_each_column_ends_at_its_step_and_gaps_are_grey(tmp_path, monkeypatch):
+def test_each_column_ends_at_its_step_and_gaps_are_gray(tmp_path, monkeypatch):
     drawn = {}
     plain = Figure.colorbar
 

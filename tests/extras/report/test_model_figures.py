@@ -189,7 +189,7 @@ def test_filters_equal_scikit_learns_components(make):
     assert (filters.flatten(1).max(1).values == filters.flatten(1).abs().max(1).values).all()
 
 
-def test_token_colours_equal_scikit_learns_components_clipped_at_a_hundredth():
+def test_token_colors_equal_scikit_learns_components_clipped_at_a_hundredth():
     from sklearn.decomposition import PCA
 
     features = token_features(small_model(), some_images(5))
@@ -341,10 +341,10 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
     heads = torch.rand(1, 1, 4, 3)
     model_figures.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
     drawn = np.array(Image.open(tmp_path / "x.png").convert("RGB")).astype(int)
-    colours = (colormaps["viridis"]((heads[0, 0] / heads.max()).numpy())[..., :3] * 255).round()
+    colors = (colormaps["viridis"]((heads[0, 0] / heads.max()).numpy())[..., :3] * 255).round()
     sizes = []
-    for colour in colours.reshape(-1, 3):
-        at = np.argwhere(np.abs(drawn - colour).max(2) <= 1)
+    for color in colors.reshape(-1, 3):
+        at = np.argwhere(np.abs(drawn - color).max(2) <= 1)
         sizes.append(np.ptp(at, axis=0) + 1)
     height, width = np.median(sizes, axis=0)
     assert abs(width / height - 2) < 0.1

@@ -382,10 +382,10 @@ def test_confusion_pictures_of_perfect_and_empty_results_are_drawn(tmp_path, num
 
 def test_the_picture_of_confused_pairs_shows_examples(tmp_path):
     red = torch.zeros(3, 40, 20, dtype=torch.uint8)
-    grey = torch.full((1, 20, 40), 77, dtype=torch.uint8)
+    gray = torch.full((1, 20, 40), 77, dtype=torch.uint8)
     red[0] = 201
     pairs = [(10, 999, 4, 50), (1, 0, 2, 50)]
-    shown = pixels(plot_most_confused(pairs, [[red] * 9, [grey]], NAMES, tmp_path / "m.png"))
+    shown = pixels(plot_most_confused(pairs, [[red] * 9, [gray]], NAMES, tmp_path / "m.png"))
     assert ndimage.label(places(shown, (201, 0, 0)))[1] == 6, "at most six examples may be shown"
     assert ndimage.label(places(shown, (77, 77, 77), 0))[1] >= 1
     bars, num_bars = ndimage.label(ndimage.binary_opening(places(shown, ORANGE), np.ones((9, 9))))

@@ -112,11 +112,11 @@ def test_similarities_equal_those_over_all_pairs(monkeypatch):
     monkeypatch.setattr(doubles_module, "BLOCK", 7)
     torch.manual_seed(0)
     features = torch.nn.functional.normalize(torch.randn(31, 5), dim=1)
-    similarity, neighbours = nearest(features, 23, CPU, ignore)
+    similarity, neighbors = nearest(features, 23, CPU, ignore)
     for own in range(31):
         similarities = {n: float(features[own] @ features[n]) for n in range(23) if n != own}
         best = max(similarities, key=lambda n: similarities[n])
-        assert int(neighbours[own]) == best
+        assert int(neighbors[own]) == best
         assert float(similarity[own]) == pytest.approx(similarities[best], abs=1e-6)
 
 

@@ -155,9 +155,9 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
             ),
         ),
         (
-            "{folder}/unlabelled.tar",
+            "{folder}/unlabeled.tar",
             (
-                "unlabelled.tar: sample 'a' has no .cls with the label .* describe other layouts"
+                "unlabeled.tar: sample 'a' has no .cls with the label .* describe other layouts"
                 " with stream.image=SUFFIX"
             ),
         ),
@@ -171,7 +171,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 def test_an_invalid_stream_is_reported(stream, message, workers, shards, tmp_path):
     image = open_split(shards, "train").read(0)
     write_tar(tmp_path / "empty.tar", {"README": b""})
-    write_tar(tmp_path / "unlabelled.tar", {"a.jpg": image})
+    write_tar(tmp_path / "unlabeled.tar", {"a.jpg": image})
     write_tar(tmp_path / "labels.tar", {"a.jpg": image, "a.cls": b"7"})
     write_tar(tmp_path / "broken.tar", {"a.jpg": b"no image", "a.cls": b"1"})
     made = batches(stream.format(shards=shards, folder=tmp_path), workers=workers)

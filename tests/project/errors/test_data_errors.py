@@ -35,7 +35,7 @@ def _(place):
 def _(place):
     for name in ("a.jpg", "b.jpg"):
         add(place.folder / "photos" / name)
-    out = place.folder / "unlabelled"
+    out = place.folder / "unlabeled"
     words = ["data_prep.imagefolder", f"{place.folder / 'photos'}", "--out", f"{out}"]
     done = call([sys.executable, "-m", *words, "--no-classes", "--workers", "1"], environment())
     assert done.returncode == 0, done.stderr

@@ -57,10 +57,10 @@ NONE = Op(Kind.NONE, lambda drawn: ())
 AUTO_CONTRAST = Op(Kind.AUTO_CONTRAST, lambda drawn: ())
 EQUALIZE = Op(Kind.EQUALIZE, lambda drawn: ())
 
-MEAN_COLOUR = (124.0, 116.0, 104.0)
+MEAN_COLOR = (124.0, 116.0, 104.0)
 """The fill color of timm's warps (`img_mean`), which is ImageNet's mean color for all data sets."""
 BLACK = (0.0, 0.0, 0.0)
-MIDDLE_GREY = (128.0, 128.0, 128.0)
+MIDDLE_GRAY = (128.0, 128.0, 128.0)
 
 
 def _by_table(levels: Callable[[Tensor, Tensor], Tensor]) -> Op:
@@ -112,7 +112,7 @@ _TIMM: dict[str, Op] = {
     "auto_contrast": AUTO_CONTRAST,
     "equalize": EQUALIZE,
     "invert": _by_table(lambda x, s: pixel_ops.invert(x).expand(len(s), -1)),
-    "rotate": _warp(MEAN_COLOUR, lambda s, size: _turned(3.0 * s)),
+    "rotate": _warp(MEAN_COLOR, lambda s, size: _turned(3.0 * s)),
     "posterize": _by_table(lambda x, s: pixel_ops.posterize(x, 4.0 - (0.4 * s.abs()).floor())),
     "solarize": _by_table(lambda x, s: pixel_ops.solarize(x, 256.0 - (25.6 * s.abs()).floor())),
     "solarize_add": _by_table(lambda x, s: pixel_ops.solarize_add(x, (11.0 * s.abs()).floor())),
@@ -120,10 +120,10 @@ _TIMM: dict[str, Op] = {
     "contrast": _by_factor(Kind.CONTRAST, _timm_factor),
     "brightness": _by_table(lambda x, s: x * _timm_factor(s)),
     "sharpness": _by_factor(Kind.SHARPNESS, _timm_factor),
-    "shear_x": _warp(MEAN_COLOUR, lambda s, size: _sheared_x(0.03 * s, size)),
-    "shear_y": _warp(MEAN_COLOUR, lambda s, size: _sheared_y(0.03 * s, size)),
-    "translate_x": _warp(MEAN_COLOUR, lambda s, size: _moved(0.045 * s * size[1], 0.0)),
-    "translate_y": _warp(MEAN_COLOUR, lambda s, size: _moved(0.0, 0.045 * s * size[0])),
+    "shear_x": _warp(MEAN_COLOR, lambda s, size: _sheared_x(0.03 * s, size)),
+    "shear_y": _warp(MEAN_COLOR, lambda s, size: _sheared_y(0.03 * s, size)),
+    "translate_x": _warp(MEAN_COLOR, lambda s, size: _moved(0.045 * s * size[1], 0.0)),
+    "translate_y": _warp(MEAN_COLOR, lambda s, size: _moved(0.0, 0.045 * s * size[0])),
 }
 
 
@@ -257,7 +257,7 @@ def _tf_turned(degrees: Tensor, size: Size) -> Matrix:
 
 
 def _tf_warp(matrix: Callable[[Tensor, Size], Matrix]) -> Op:
-    return _warp(MIDDLE_GREY, matrix)._replace(kind=Kind.TF_WARP)
+    return _warp(MIDDLE_GRAY, matrix)._replace(kind=Kind.TF_WARP)
 
 
 _BIG_VISION: dict[str, Op] = {

@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
 NUM_NUMBERS = 9
 """The maximum number of parameters per operation; warps use 9."""
-CUTOUT_GREY = 128
+CUTOUT_GRAY = 128
 
 
 _TABLES: dict[Kind, Callable[[Tensor, Tensor, Tensor], None]] = {
@@ -140,7 +140,7 @@ class Round:
     def _blend(self, floats: Tensor, numbers: Tensor) -> None:
         """Blend each image with a base image: factor 0 returns the base image, factor 1 the
         image."""
-        contrast, colour, tf_colour, sharp, tf_sharp = (
+        contrast, color, tf_color, sharp, tf_sharp = (
             self._rows(kind, kind, Kind.CONTRAST)
             for kind in (
                 Kind.CONTRAST,
@@ -151,12 +151,12 @@ class Round:
             )
         )
         bases: list[Tensor] = []
-        if colour.stop:
-            grey = pixel_ops.grey(floats[: colour.stop])
-            bases += [pixel_ops.mean_level(grey[contrast])] if contrast.stop else []
-            bases += [grey[colour]] if colour.start < colour.stop else []
-        if tf_colour.start < tf_colour.stop:
-            bases.append(pixel_ops.tf_grey(floats[tf_colour]))
+        if color.stop:
+            gray = pixel_ops.gray(floats[: color.stop])
+            bases += [pixel_ops.mean_level(gray[contrast])] if contrast.stop else []
+            bases += [gray[color]] if color.start < color.stop else []
+        if tf_color.start < tf_color.stop:
+            bases.append(pixel_ops.tf_gray(floats[tf_color]))
         if sharp.start < tf_sharp.stop:
             # `smooth` does not write the border, so start with a copy of the image.
             bases.append(floats[sharp.start :])
@@ -180,4 +180,4 @@ class Round:
 
     @staticmethod
     def _cut_out(images: Tensor, numbers: Tensor) -> None:
-        images.masked_fill_(pixel_ops.in_box(images, numbers[:, :4]), CUTOUT_GREY)
+        images.masked_fill_(pixel_ops.in_box(images, numbers[:, :4]), CUTOUT_GRAY)

@@ -118,7 +118,7 @@ def look_up(tables: Tensor, levels: Tensor, out: Tensor) -> None:
 # --- base images for blending, and other colors: float32 ------------------------------------------
 
 
-def grey(images: Tensor) -> Tensor:
+def gray(images: Tensor) -> Tensor:
     """Return Pillow's luma (B, 1, H, W); gray images are returned unchanged."""
     if images.shape[1] == 1:
         return images
@@ -136,17 +136,17 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
-def tf_grey(images: Tensor) -> Tensor:
+def tf_gray(images: Tensor) -> Tensor:
     """Return tf.image.rgb_to_grayscale of uint8 images: the weighted sum times 255.5, truncated."""
     weights = _constant((0.2989, 0.5870, 0.1140), torch.float32, images.device)
     red, green, blue = (images / 255.0).mul_(weights).split(1, 1)
     return (red + green).add_(blue).mul_(255.5).floor_()
 
 
-def mean_level(grey: Tensor) -> Tensor:
+def mean_level(gray: Tensor) -> Tensor:
     """Return the rounded mean (B, 1, 1, 1) of gray images (B, 1, H, W)."""
     # A float32 sum over all pixels could round to another level, so use double precision.
-    return grey.mean((2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
+    return gray.mean((2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
 
 
 def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
@@ -248,7 +248,7 @@ def _mapped(matrix: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @lru_cache
-def _from_centre(side: int, device: torch.device) -> Tensor:
+def _from_center(side: int, device: torch.device) -> Tensor:
     return (torch.arange(side, dtype=torch.float32) - (side - 1) / 2).to(device)
 
 
@@ -260,7 +260,7 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = No
     the result; may be `images`.
     """
     height, width = images.shape[-2:]
-    at = _mapped(matrix, _from_centre(width, images.device), _from_centre(height, images.device))
+    at = _mapped(matrix, _from_center(width, images.device), _from_center(height, images.device))
     low = _constant((-width / 2, -height / 2), torch.float32, images.device)
     high = _constant((width / 2, height / 2), torch.float32, images.device)
     inside = ((at >= low) & (at < high)).all(1, keepdim=True)

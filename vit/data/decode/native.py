@@ -63,7 +63,7 @@ class Status(IntEnum):
     SAMPLING = 9
     """A component's sampling factors do not divide those of the image, or the first component is
     subsampled."""
-    COLOURS = 10
+    COLORS = 10
     """The caller requested gray pixels from an RGB image."""
     IMAGE = 11
     """The image is too large or does not have the expected size."""

@@ -154,8 +154,8 @@ def _listed(origin: Origin) -> str:
     source = origin.begun_from()
     if source is None:
         return ""
-    licence = f"license: {source['licence']}\n" if origin.source and "licence" in source else ""
-    return f"base_model: {source['repository']}\n{licence}"
+    license = f"license: {source['license']}\n" if origin.source and "license" in source else ""
+    return f"base_model: {source['repository']}\n{license}"
 
 
 def _cell(text: str) -> str:

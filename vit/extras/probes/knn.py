@@ -25,7 +25,7 @@ TEMPERATURE = 0.07
 QUERIES = 256
 """The number of images classified in one block, equal for any number of ranks, so that all products
 have the same shape."""
-NEIGHBOURS = 65_536
+NEIGHBORS = 65_536
 """The number of training images in one product. With `QUERIES` rows, the similarities take 64
 MiB."""
 
@@ -92,8 +92,8 @@ def nearest(queries: Tensor, train: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = normalize(queries.float(), dim=1)
     best = torch.empty(len(rows), 0, device=rows.device)
     places = torch.empty(len(rows), 0, dtype=torch.int64, device=rows.device)
-    for start in range(0, len(train), NEIGHBOURS):
-        columns = normalize(train[start : start + NEIGHBOURS].float(), dim=1)
+    for start in range(0, len(train), NEIGHBORS):
+        columns = normalize(train[start : start + NEIGHBORS].float(), dim=1)
         similarity, indices = (rows @ columns.T).topk(min(k, len(columns)), dim=1)
         best = torch.cat([best, similarity], 1)
         places = torch.cat([places, indices + start], 1)

@@ -259,7 +259,7 @@ def _map_mixing(reading: Reading) -> None:
     if alpha:
         text = (
             "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
-            " with its neighbour; this project draws one for each augment.mix_group_size images"
+            " with its neighbor; this project draws one for each augment.mix_group_size images"
         )
         reading.differs("", text)
 

@@ -101,7 +101,7 @@ def finish(reading: Reading) -> None:
         reading.differs(
             "",
             "deit3-jax draws one lambda and box for the images of a device, with random partners;"
-            " this project draws one for each augment.mix_group_size images, with neighbours",
+            " this project draws one for each augment.mix_group_size images, with neighbors",
         )
     map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
     map_initial_weights(

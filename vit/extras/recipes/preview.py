@@ -24,7 +24,7 @@ from vit.extras.recipes.reference import read_reference
 from vit.model import create_model
 from vit.optim.groups import parameter_groups
 from vit.optim.schedule import weight_decay_at
-from vit.system.drawing import BLUE, GREY, ORANGE, add_title, drawing
+from vit.system.drawing import BLUE, GRAY, ORANGE, add_title, drawing
 
 POINTS = 1000
 """The number of points on each curve."""
@@ -91,15 +91,15 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
         right.plot(times, decays, color=ORANGE)
         right.set(title="Weight decay", xlabel="epoch", ylim=(0, None))
         for stage in config.schedule.image_sizes:
-            left.axvline(stage.until_epoch, color=GREY, linestyle=":")
+            left.axvline(stage.until_epoch, color=GRAY, linestyle=":")
         end = config.augment.mixup_off_epoch
         if end is not None:
-            left.axvline(end, color=GREY, linestyle=":")
-            left.annotate("mixing ends", (end, 0), rotation=90, color=GREY, ha="right")
+            left.axvline(end, color=GRAY, linestyle=":")
+            left.annotate("mixing ends", (end, 0), rotation=90, color=GRAY, ha="right")
         for axes in reference_axes:
             assert reference is not None, "only a reference adds a third panel"
             for run in reference.runs:
-                axes.plot(epochs * run["share"], run["top1"], color=GREY, linewidth=1)
+                axes.plot(epochs * run["share"], run["top1"], color=GRAY, linewidth=1)
             axes.set(
                 title="Reference, top-1 %", xlabel="epoch", xlim=left.get_xlim(), ylim=(0, 100)
             )

@@ -19,7 +19,7 @@ _RECIPE = """
 --aug-splits              int     0       off: several augmentations of each image in a batch
 --jsd-loss                on      -       off: a consistency loss between several augmentations
 --vflip                   float   0       off: vertical flips
---grayscale-prob          float   -       off: random grey images
+--grayscale-prob          float   -       off: random gray images
 --gaussian-blur-prob      float   -       off: random blur
 --epoch-repeats           float   0       off: several passes over the data in an epoch
 --drop-connect            float   -       off: drop path under its old name
@@ -78,7 +78,7 @@ _RECIPE = """
 --interpolation           str     -       data.interpolation, of evaluation
 --aa                      str     -       augment.randaugment_layers and others
 --color-jitter            float   0.4     augment.color_jitter
---color-jitter-prob       float   -       probability of a colour change
+--color-jitter-prob       float   -       probability of a color change
 --reprob                  float   0       [augment.erasing_prob]
 --remode                  str     pixel   augment.erasing_mode
 --recount                 int     1       {1: {}, else: "up to {} erased boxes: replaced by one"}

@@ -192,9 +192,9 @@ def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
     rows: (N, D) float. Returns orthonormal components, (k, D) float64, and their fractions, (k,)
     float64. The mean is subtracted first. k is less than `num` if `rows` has fewer rows or columns.
     """
-    centred = rows.detach().cpu().double()
-    centred = centred - centred.mean(0)
-    _, values, components = torch.linalg.svd(centred, full_matrices=False)
+    centered = rows.detach().cpu().double()
+    centered = centered - centered.mean(0)
+    _, values, components = torch.linalg.svd(centered, full_matrices=False)
     largest = components.abs().argmax(1, keepdim=True)
     components = components * components.gather(1, largest).sign()
     shares = values.square() / values.square().sum().clamp(min=torch.finfo(torch.float64).tiny)

@@ -61,8 +61,8 @@ def make_contact_sheet(
     order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
     height, width = form.size
     aspect = width / height
-    centre = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(aspect, aspect), hflip_prob=0.0)
-    with Loader(TrainBatches(split, order, centre, form), 0, 1) as loader:
+    center = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(aspect, aspect), hflip_prob=0.0)
+    with Loader(TrainBatches(split, order, center, form), 0, 1) as loader:
         batch = next(loader)
         columns = {"original": [Cell(batch.images[row].clone(), []) for row in _sorted(batch)]}
 

@@ -28,7 +28,7 @@ from vit.extras.report.history import History, read_history, set_names
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.optim.norms import GRADIENT, LARGEST_LOGIT, RATIO, WEIGHT
 from vit.run_folder import CONFIG_FILE, METRICS_FILE
-from vit.system.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, SMALL_PT, WIDTH_IN, drawing
+from vit.system.drawing import BLUE, GRAY, GREEN, ORANGE, PURPLE, SKY, SMALL_PT, WIDTH_IN, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,10 +52,10 @@ MAX_LABELS = 9
 SET_LINES = (
     (PURPLE, "^-."),
     (SKY, "v-."),
-    (GREY, "D-."),
+    (GRAY, "D-."),
     (PURPLE, "^:"),
     (SKY, "v:"),
-    (GREY, "D:"),
+    (GRAY, "D:"),
 )
 """The colors and line styles for the accuracies of further evaluation sets."""
 
@@ -159,7 +159,7 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
             if name not in curve or not reached.any():
                 continue
             values = np.array(curve[name])[reached]
-            axes.plot(steps[reached], values, "-", color=GREY, alpha=0.4, linewidth=4, label=label)
+            axes.plot(steps[reached], values, "-", color=GRAY, alpha=0.4, linewidth=4, label=label)
             label = None
 
 
@@ -198,7 +198,7 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     best = max((top1 for top1 in results if top1 is not None), default=None)
     if best is None:
         axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))
-        axes.text(0.5, 0.5, "not evaluated yet", ha="center", color=GREY, transform=axes.transAxes)
+        axes.text(0.5, 0.5, "not evaluated yet", ha="center", color=GRAY, transform=axes.transAxes)
     else:
         images = "images" if names else f"{evals[-1]['num_images']:,} images"
         axes.set(title=f"Top-1 accuracy: best {best:.2f} %", ylabel=f"% of {images}")
@@ -252,14 +252,14 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
     resumed = [line["step"] for line in history.of_kind("start") if line.get("restarts")]
     for i, step in enumerate(resumed):
         label = "resumed" if i == 0 else None
-        axes.axvline(step, color=GREY, linestyle=":", linewidth=1.5, label=label)
+        axes.axvline(step, color=GRAY, linestyle=":", linewidth=1.5, label=label)
     bottom: dict[str, Any] = {
-        "color": GREY,
+        "color": GRAY,
         "fontsize": SMALL_PT,
         "transform": axes.get_xaxis_transform(),
     }
     for step, size in history.image_sizes():
-        axes.axvline(step, color=GREY, linewidth=0.8)
+        axes.axvline(step, color=GRAY, linewidth=0.8)
         axes.text(step, 0.02, f" {size} px", **bottom)
     num_names = len(axes.get_legend_handles_labels()[0])
     if num_names > MOST_INSIDE:
@@ -410,7 +410,7 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
                 _draw_norms(figure, axes, key=key, layers=rows, edges=edges, values=values)
             else:
                 note = "unknown for this\ntype of attention"
-                axes.text(0.5, 0.5, note, ha="center", color=GREY, transform=axes.transAxes)
+                axes.text(0.5, 0.5, note, ha="center", color=GRAY, transform=axes.transAxes)
     return picture
 
 

@@ -32,7 +32,7 @@ from vit.layers.parts import grid_size
 from vit.system.drawing import (
     BLUE,
     GAP_IN,
-    GREY,
+    GRAY,
     ORANGE,
     SMALL_PT,
     WIDTH_IN,
@@ -135,14 +135,14 @@ def draw_distance(model: Any, images: Images, picture: Path) -> str:
             label = "a head" if head == 0 else None
             axes.plot(blocks, distances[:, head], "o", color=BLUE, alpha=0.55, label=label)
         axes.plot(blocks, distances.mean(1), "-", color=ORANGE, label="mean of the heads")
-        axes.axhline(uniform_px, ls="--", color=GREY, label="equal attention to all patches")
+        axes.axhline(uniform_px, ls="--", color=GRAY, label="equal attention to all patches")
         axes.set(xlabel="block", ylabel="mean attention distance (pixels)")
         axes.set_ylim(0, 1.08 * max(float(distances.max()), uniform_px))
         axes.set_xticks(blocks if num_layers <= 16 else blocks[:: num_layers // 8])
         axes.grid(True, axis="y")
         axes.legend(loc="best")
         size = f"images of {model.image_size[1]} × {model.image_size[0]} pixels"
-        axes.set_title(size, size=SMALL_PT, weight="normal", color=GREY, loc="right")
+        axes.set_title(size, size=SMALL_PT, weight="normal", color=GRAY, loc="right")
     return (
         "Mean distance between a patch and the patches that it attends to, over"
         f" {len(images.pixels)} images (Dosovitskiy et al. 2021, Figure 7 right). Heads with small"
@@ -237,7 +237,7 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
             f"Each patch is one token: its {length:,} values are multiplied by one matrix."
             " Positions are numbered row by row."
         )
-        sheet.text(GAP_IN, below, note, size=SMALL_PT, va="center", color=GREY)
+        sheet.text(GAP_IN, below, note, size=SMALL_PT, va="center", color=GRAY)
     return picture
 
 
@@ -275,7 +275,7 @@ def plot_heads(
         )
         for number, note in enumerate(notes):
             x, y = 0.4 + 2 * image_in, 0.62 + 0.2 * number
-            sheet.text(x, y, note, size=SMALL_PT, va="center", color=GREY)
+            sheet.text(x, y, note, size=SMALL_PT, va="center", color=GRAY)
         for head in range(num_heads):
             x = left + (head + 0.5) * cell
             sheet.text(x, top - 0.1, str(head + 1), size=SMALL_PT, ha="center", va="center")
@@ -376,7 +376,7 @@ def plot_attention(
             "Yellow patches have the most influence on the output, violet patches the least. Colors"
             " are scaled per image."
         )
-        sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GREY)
+        sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GRAY)
         for i, (label, predicted, probability) in enumerate(
             zip(labels, predictions, probabilities, strict=True)
         ):
@@ -412,8 +412,8 @@ def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
     stretched = (values - low) / (high - low).clamp(min=1e-12)
     smooth = F.interpolate(stretched[:, None], images.shape[2:], mode="bicubic").clamp(0, 1)[:, 0]
     colors = torch.from_numpy(colormaps["viridis"](smooth.numpy())[..., :3]).permute(0, 3, 1, 2)
-    grey = images.detach().cpu().float().mean(1, keepdim=True) / 255
-    return (0.45 * grey + 0.55 * colors.float()).clamp(0, 1)
+    gray = images.detach().cpu().float().mean(1, keepdim=True) / 255
+    return (0.45 * gray + 0.55 * colors.float()).clamp(0, 1)
 
 
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:

@@ -19,7 +19,7 @@ FINDINGS = [
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_table_fits_and_is_coloured_only_on_a_terminal(width, is_terminal, monkeypatch):
+def test_the_table_fits_and_is_colored_only_on_a_terminal(width, is_terminal, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     out = io.StringIO()

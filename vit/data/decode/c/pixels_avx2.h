@@ -219,7 +219,7 @@ typedef struct {
  *
  * The integer parts of the factors are added separately, so that the remainders fit in 16 bits.
  */
-AVX2 static inline Rgb colours(V y, V cb, V cr) {
+AVX2 static inline Rgb colors(V y, V cb, V cr) {
     cb = _mm256_sub_epi16(cb, _mm256_set1_epi16(128));
     cr = _mm256_sub_epi16(cr, _mm256_set1_epi16(128));
     V r = _mm256_add_epi16(_mm256_add_epi16(y, cr), scaled(cr, CR_TO_R - 65536));
@@ -262,8 +262,8 @@ AVX2 static inline void store_rgb(uint8_t *rgb, V r, V g, V b) {
 
 AVX2 static inline void ycc_to_rgb_32(const uint8_t *y, const uint8_t *cb, const uint8_t *cr,
                                       uint8_t *rgb) {
-    Rgb low = colours(load_16(y), load_16(cb), load_16(cr));
-    Rgb high = colours(load_16(y + 16), load_16(cb + 16), load_16(cr + 16));
+    Rgb low = colors(load_16(y), load_16(cb), load_16(cr));
+    Rgb high = colors(load_16(y + 16), load_16(cb + 16), load_16(cr + 16));
     /* packus works on halves: its result has pixels 0-7, 16-23, 8-15, 24-31 */
     V r = _mm256_permute4x64_epi64(_mm256_packus_epi16(low.r, high.r), 0xD8);
     V g = _mm256_permute4x64_epi64(_mm256_packus_epi16(low.g, high.g), 0xD8);

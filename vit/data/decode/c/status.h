@@ -19,7 +19,7 @@ typedef enum {
     /* vit_decode_window only */
     WINDOW_OUTSIDE = 8,  /* the window is empty, or not inside the image */
     WINDOW_SAMPLING = 9, /* sampling factors that do not divide the image's, or coarser luma */
-    WINDOW_COLOURS = 10, /* gray pixels of an RGB image */
+    WINDOW_COLORS = 10, /* gray pixels of an RGB image */
     WINDOW_IMAGE = 11,   /* not the expected image size, or too many pixels */
 
     /* vit_jpeg_transcode only */

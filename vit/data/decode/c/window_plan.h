@@ -97,7 +97,7 @@ static Status plan_window(Window *w, int channels) {
     if (!w->width || !w->height) return WINDOW_OUTSIDE;
     if (w->x > jpeg->width || w->y > jpeg->height) return WINDOW_OUTSIDE;
     if (w->width > jpeg->width - w->x || w->height > jpeg->height - w->y) return WINDOW_OUTSIDE;
-    if (channels == 1 && jpeg->is_rgb) return WINDOW_COLOURS;
+    if (channels == 1 && jpeg->is_rgb) return WINDOW_COLORS;
     w->left = UINT32_MAX;
     w->top = UINT32_MAX;
     for (int c = 0; c < jpeg->num_components; c++) {

@@ -23,7 +23,7 @@ from vit.training.step_result import StepPhase
 Table = list[list[str]]
 """A table. The first row is the header, and the first column contains the row names."""
 PART_NAMES = {
-    StepPhase.CHANGE: "augmentation, grey levels",
+    StepPhase.CHANGE: "augmentation, gray levels",
     StepPhase.FINISH: "augmentation, float32",
     StepPhase.TEACHER: "teacher",
     StepPhase.FORWARD: "forward, loss",

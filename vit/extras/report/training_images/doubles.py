@@ -193,8 +193,8 @@ def whiten_(features: Tensor) -> None:
     mean = features.mean(0, dtype=torch.float64)
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64)
     for rows in features.split(BLOCK):
-        centred = rows.double() - mean
-        covariance += centred.T @ centred
+        centered = rows.double() - mean
+        covariance += centered.T @ centered
     variances, axes = torch.linalg.eigh(covariance / len(features))
     deviations = variances.clamp(min=0).sqrt()
     # Avoid division by 0 if all features are equal, as in a model whose weights are all 0.

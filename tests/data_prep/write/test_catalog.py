@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prep_place import new_catalogue
+from prep_place import new_catalog
 
 from data_prep.errors import PrepError
 from data_prep.write import samples
-from data_prep.write.catalogue import Builder, Catalogue, Source
+from data_prep.write.catalog import Builder, Catalog, Source
 from data_prep.write.samples import Sample, read_range, safe_key, stable_hash
 
 CLASSES = ["a", "b", "c"]
@@ -40,7 +40,7 @@ def listed(names: list[str], labels: list[int], batch: int = 7, splits=("train",
     return Source("test", {}, fill, read_range)
 
 
-def samples_of(found: Catalogue, split: str = "train") -> list[Sample]:
+def samples_of(found: Catalog, split: str = "train") -> list[Sample]:
     return found.table(split).samples(range(found.splits[split]))
 
 
@@ -52,11 +52,11 @@ def dealt(keys: list[str], seed: int) -> list[str]:
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 def test_every_sample_occurs_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
     monkeypatch.setattr(
-        "data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory
+        "data_prep.write.catalog.ROWS_IN_MEMORY", rows_in_memory
     )  # forces several parts
     names = [f"k{n}.JPEG" for n in range(101)]
     samples = samples_of(
-        new_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
+        new_catalog(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
     )
     assert [sample.key for sample in samples] == dealt([f"k{n}" for n in range(101)], 1)
     for sample in samples:
@@ -74,9 +74,9 @@ def test_every_sample_occurs_once_in_the_order_of_the_hash(tmp_path, monkeypatch
 def test_the_order_of_listing_has_no_effect(tmp_path_factory, order, batch, seed):
     names = [f"class{n % 3}/image {n}.png" for n in range(40)]
     folder = tmp_path_factory.mktemp("order")
-    one = new_catalogue(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
+    one = new_catalog(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
     shuffled = [names[n] for n in order]
-    other = new_catalogue(listed(shuffled, [n % 3 for n in order], batch), folder / "b", seed)
+    other = new_catalog(listed(shuffled, [n % 3 for n in order], batch), folder / "b", seed)
     assert [(s.key, s.label) for s in samples_of(one)] == [
         (s.key, s.label) for s in samples_of(other)
     ]
@@ -86,10 +86,10 @@ def test_the_order_of_listing_has_no_effect(tmp_path_factory, order, batch, seed
 def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
     names = ["x.jpg", "y.jpg"]
     prints = {
-        new_catalogue(listed(names, [0, 1]), tmp_path / "a", 0).sha256,
-        new_catalogue(listed(names, [1, 0]), tmp_path / "b", 0).sha256,
-        new_catalogue(listed(["x.jpg", "z.jpg"], [0, 1]), tmp_path / "c", 0).sha256,
-        new_catalogue(listed(names, [0, 1], splits=("val",)), tmp_path / "d", 0).sha256,
+        new_catalog(listed(names, [0, 1]), tmp_path / "a", 0).sha256,
+        new_catalog(listed(names, [1, 0]), tmp_path / "b", 0).sha256,
+        new_catalog(listed(["x.jpg", "z.jpg"], [0, 1]), tmp_path / "c", 0).sha256,
+        new_catalog(listed(names, [0, 1], splits=("val",)), tmp_path / "d", 0).sha256,
     }
     assert len(prints) == 4
 
@@ -99,10 +99,10 @@ def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
 def test_samples_are_held_out_by_class_and_hash_of_the_key(
     tmp_path, monkeypatch, rows_in_memory, fraction
 ):
-    monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)
+    monkeypatch.setattr("data_prep.write.catalog.ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
-    catalogue = new_catalogue(
+    catalog = new_catalog(
         listed(names, labels),
         tmp_path / "c",
         5,
@@ -117,27 +117,27 @@ def test_samples_are_held_out_by_class_and_hash_of_the_key(
         count = min(round(fraction * len(members)), len(members) - 1)
         expected |= dict.fromkeys(members[:count], "val") | dict.fromkeys(members[count:], "train")
     assert {
-        s.key: split for split in catalogue.splits for s in samples_of(catalogue, split)
+        s.key: split for split in catalog.splits for s in samples_of(catalog, split)
     } == expected
-    assert catalogue.splits == Counter(expected.values())
-    assert [s.key for s in samples_of(catalogue, "val")] == dealt(
+    assert catalog.splits == Counter(expected.values())
+    assert [s.key for s in samples_of(catalog, "val")] == dealt(
         [key for key, split in expected.items() if split == "val"], 5
     )
 
 
 def test_too_few_samples_are_not_split(tmp_path):
-    catalogue = new_catalogue(
+    catalog = new_catalog(
         listed(["a.jpg", "b.jpg"], [0, 1]),
         tmp_path / "c",
         0,
         finish=lambda b: b.hold_out("train", "val", 0.3),
     )
-    assert catalogue.splits == {"train": 2}
+    assert catalog.splits == {"train": 2}
 
 
 def test_files_of_a_killed_process_are_removed(tmp_path):
     left, live, old = (
-        tmp_path / f"._catalogue-1.{end}.tmp"
+        tmp_path / f"._catalog-1.{end}.tmp"
         for end in (f"{os.uname().nodename}.999999", "elsewhere.1", "elsewhere.2")
     )
     for folder in (left, live, old):
@@ -148,7 +148,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path):
     an_hour_ago = time.time() - 3600
     # A slow writer on another host may still be using this folder.
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
-    new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
+    new_catalog(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
 
 
@@ -168,7 +168,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path):
 )
 def test_errors(tmp_path, names, labels, message):
     with pytest.raises(PrepError, match=message):
-        new_catalogue(listed(names, labels), tmp_path, 0)
+        new_catalog(listed(names, labels), tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +176,7 @@ def test_errors(tmp_path, names, labels, message):
     "name", ["a.b/c d.jpg", "x" * 300 + ".png", "größe\n.jpg", "日本.jpg", "a\\b.jpg", "\udcff.jpg"]
 )
 def test_any_name_becomes_a_key(tmp_path, name):
-    (sample,) = samples_of(new_catalogue(listed([name], [1]), tmp_path / "c", 0))
+    (sample,) = samples_of(new_catalog(listed([name], [1]), tmp_path / "c", 0))
     assert sample.key == safe_key(os.path.splitext(name)[0])
     assert sample.name == name
     assert not set(sample.key) & set("./\\ \n")
@@ -195,15 +195,15 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     disk."""
     code = """
 import resource, sys; from pathlib import Path
-from data_prep.write.catalogue import *
+from data_prep.write.catalog import *
 from data_prep.write.samples import read_range
 def fill(builder):
     builder.classes(["a"])
     for start in range(0, int(sys.argv[1]), 5000):
         names = [f"{start + n}.jpg" for n in range(5000)]
         builder.add("train", builder.file("x"), names, 0, range(5000), [1] * 5000)
-import data_prep.write.catalogue; data_prep.write.catalogue.ROWS_IN_MEMORY = 20_000
-with open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0):
+import data_prep.write.catalog; data_prep.write.catalog.ROWS_IN_MEMORY = 20_000
+with open_catalog(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0):
     pass
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

@@ -5,7 +5,7 @@ label and the location of the encoded bytes. The rows are then sorted in parts b
 key), and the writer assigns samples to shards in this order. The listing order therefore does not
 matter, and the same images in two layouts produce the same shards.
 
-    <root>/._catalogue.*.tmp/       in the output folder while a command runs
+    <root>/._catalog.*.tmp/       in the output folder while a command runs
       <split>.rows.bin      ROW, in the order of adding
       <split>.hashes.bin    HASH, in the order of adding, for sorting
       <split>.text.bin      key, zero byte and original name of every sample
@@ -81,7 +81,7 @@ _open_table = lru_cache(maxsize=4)(Table)
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class Catalog:
     """A finished catalog, memory-mapped by each process."""
 
     folder: Path
@@ -98,33 +98,33 @@ class Catalogue:
 
 
 @contextmanager
-def open_catalogue(
+def open_catalog(
     source: Source,
     root: Path,
     seed: int,
     workers: int = 1,
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
-) -> Iterator[Catalogue]:
+) -> Iterator[Catalog]:
     """Create a catalog of `source` in `root` under a temporary name, and remove it after the block.
 
     `finish` is called after `source.fill`. Catalogs of killed processes are removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
-    folder, lock = locked_folder(root / "_catalogue")  # Other processes keep a locked folder.
+    folder, lock = locked_folder(root / "_catalog")  # Other processes keep a locked folder.
     try:
         try:
             with closing(Builder(folder, seed, workers, root / SPOOL, dry)) as builder:
                 source.fill(builder)
                 if finish is not None:
                     finish(builder)
-                catalogue = builder.finish()
+                catalog = builder.finish()
         except OSError as error:
             if error.filename is None:  # The error for a full disk contains no file name.
                 error.filename = str(folder)
             raise
-        yield catalogue
+        yield catalog
     finally:
         _open_table.cache_clear()  # Cached tables still map the files.
         close_descriptors(folder)
@@ -323,7 +323,7 @@ class Builder:
                 f" {flag.format(0.2)}"
             )
 
-    def finish(self) -> Catalogue:
+    def finish(self) -> Catalog:
         """Sort the rows and return the catalog.
 
         Raises PrepError for an empty split or repeated keys.
@@ -337,7 +337,7 @@ class Builder:
                 raise PrepError(f"split {split!r} has no samples")
             digest.update(f"{split}\t{count.sum()}\n".encode())
             _write_order(Table(self.folder, split, self.files), self.folder, digest)
-        return Catalogue(
+        return Catalog(
             self.folder,
             class_names=self.class_names,
             notes=self.notes,
@@ -347,7 +347,7 @@ class Builder:
         )
 
 
-def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
+def catalog_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
     """Compute the `sha256` of a catalog from each split's HASH rows, sorted by hash."""
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for split, hashes in splits.items():
