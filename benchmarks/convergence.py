@@ -107,7 +107,7 @@ def main() -> None:
 
 def images_trained(config: Config, data: Path) -> int:
     """Return the number of training images processed. Both programs use only full batches."""
-    from vit.data.shards.data_set import open_split
+    from vit.data.storage.opening import open_split
 
     batch = config.data.global_batch_size
     epochs = round(config.train.epochs or 0)

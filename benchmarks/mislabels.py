@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.extras.report.source import ReportSource
 from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE

@@ -39,7 +39,7 @@ from trainings import (
 )
 
 from vit.config.io import load_config
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.system.drawing import BLUE, GRAY, drawing
 
 ROOT = Path(__file__).parents[1]

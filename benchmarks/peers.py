@@ -61,7 +61,7 @@ def ours(task: Task, shards: str, copies: int = 1) -> Batches:
     from vit.data.image_format import ImageFormat
     from vit.data.loader import Loader
     from vit.data.order import make_order
-    from vit.data.shards.data_set import open_split
+    from vit.data.storage.opening import open_split
 
     split = open_split(task.data.place / shards, "train")
     image = ImageFormat((SIZE, SIZE), 3, "bilinear")

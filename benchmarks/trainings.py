@@ -30,7 +30,7 @@ from scipy import stats
 
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import join_world
 from vit.extras.compose import build_run
 from vit.loggers.lines import read_metrics

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vit.config.io import load_config as load_config
     from vit.data.create_loader import create_loader as create_loader
-    from vit.data.shards.data_set import open_split as open_split
+    from vit.data.storage.opening import open_split as open_split
     from vit.evaluation.evaluate import evaluate_model as evaluate_model
     from vit.extras.compose import fit as fit
     from vit.inference.predictor import load as load
@@ -37,7 +37,7 @@ MODULES = {
     "fit": "vit.extras.compose",
     "load": "vit.inference.predictor",
     "load_config": "vit.config.io",
-    "open_split": "vit.data.shards.data_set",
+    "open_split": "vit.data.storage.opening",
 }
 """Maps each public name to the module that defines it."""
 __all__ = [

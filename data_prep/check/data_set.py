@@ -24,8 +24,8 @@ from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.info_file import describe_split, read_info
 from vit.data.shards.members import recorded_layout
+from vit.data.shards.reader import Version
 from vit.data.shards.split import Split
-from vit.data.shards.stores import Version
 from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError, write_json
 from vit.system.urls import local_path

@@ -26,7 +26,7 @@ from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
 from vit.data.shards.index_file import open_index
 from vit.data.shards.info_file import info_sha256, read_sidecar, sidecars_sha256
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
 from vit.system.spelling import few

@@ -120,7 +120,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
     from vit.data.batches import EvalBatches
     from vit.data.image_format import ImageFormat
     from vit.data.loader import Loader
-    from vit.data.shards.data_set import open_split
+    from vit.data.storage.opening import open_split
     from vit.model import create_model
     from vit.optim.groups import parameter_groups
 

@@ -38,7 +38,7 @@ from vit.config.base import Section
 from vit.config.errors import LISTS
 from vit.config.io import from_dict
 from vit.config.schema import Config, EvalSetConfig
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
 from vit.hooks.guard import GuardHook
 from vit.loggers.record import Record

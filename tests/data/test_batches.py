@@ -19,8 +19,8 @@ from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 
 BATCH = 24

@@ -19,9 +19,9 @@ from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
 from vit.data.select import HOLES_AT_MOST, choose
-from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
 from vit.data.sources import TrainSet, images_by_class, train_set_of, train_set_of_sources
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")

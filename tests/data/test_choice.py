@@ -12,7 +12,7 @@ import pytest
 from processes import TINY, Background, final_state, run, train
 
 from vit.config.io import load_with_origins
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 from vit.training.print_config import describe
 

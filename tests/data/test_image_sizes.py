@@ -22,7 +22,7 @@ from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 BATCH = 24
 STEPS = 2

@@ -25,10 +25,10 @@ from vit.data.batches import Batch, BatchLayout, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.shards.index_file import open_index
 from vit.data.shards.split import Split
 from vit.data.slots import PART_ROWS, Slots, plan_ring
+from vit.data.storage.opening import open_split
 
 # ---- batches -------------------------------------------------------------------------------------
 

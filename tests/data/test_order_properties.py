@@ -30,7 +30,7 @@ from vit.data.augment.draw import partners
 from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order, make_order
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.training.plan import create_order, make_plan
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")

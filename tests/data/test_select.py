@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from data_prep import index
 from vit.config.base import Selection
 from vit.data.select import choose
-from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 from vit.system.hashing import fold
 

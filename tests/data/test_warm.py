@@ -17,9 +17,9 @@ from vit.data import warm
 from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars
 from vit.data.storage.block_cache import GIB
+from vit.data.storage.opening import open_split
 from vit.hooks.preflight import filling_notes
 from vit.training.plan import Plan
 
@@ -113,7 +113,7 @@ def test_a_shard_replaced_during_warming_is_reported_without_waiting_for_other_t
 ):
     code = """
 import runpy
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage import cached_tars
 from vit.system import retry
 cached_tars.BLOCK_BYTES = 16_000

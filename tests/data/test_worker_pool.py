@@ -26,8 +26,8 @@ from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.slots import Slots, plan_ring
+from vit.data.storage.opening import open_split
 from vit.data.worker_pool import WorkerError, WorkerPool
 from vit.system import stages
 from vit.system.retry import RetryableError, RetryPolicy, num_retries

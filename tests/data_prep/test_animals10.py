@@ -13,7 +13,7 @@ from prep_place import new_catalog
 from processes import metrics, run
 
 from data_prep import animals10
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 # Copied from the dataset's page on Kaggle, in the same order.
 CLASSES = [

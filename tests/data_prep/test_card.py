@@ -22,7 +22,7 @@ from data_prep.write import card_page
 from data_prep.write.card_page import CELL, GAP, MARGIN, TEXT_HEIGHT, shortened, write_card
 from data_prep.write.card_text import escaped, histogram, markdown_table
 from data_prep.write.samples import spread
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 
 COLORS = {

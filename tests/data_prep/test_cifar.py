@@ -11,7 +11,7 @@ from servers import WebServer
 
 from data_prep import cifar
 from data_prep.errors import PrepError
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 
 def test_pickles_are_refused_unopened(tmp_path):

@@ -14,7 +14,7 @@ from prep_place import new_catalog
 from data_prep.digits import TEXTURES, Uniform, digit_mask, main, read, source, texture
 from data_prep.write.catalog import Source
 from data_prep.write.samples import Sample
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 FIRST_VERSION = [84.5, 77.4, 92.6]
 

@@ -16,7 +16,7 @@ from small_shards import add
 from data_prep.errors import PrepError
 from data_prep.imagefolder import main, source
 from data_prep.write.samples import Sample, safe_key
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 HELD_OUT = [
     "ape_11",
@@ -263,7 +263,7 @@ def test_runs_without_torch(flat, tmp_path):
             check=True,
         )
     code = (
-        "import sys; from vit.data.shards.data_set import open_split; open_split(sys.argv[1], "
+        "import sys; from vit.data.storage.opening import open_split; open_split(sys.argv[1], "
         " 'val').read(0)"
     )
     subprocess.run([sys.executable, "-c", code, out], env=env, check=True)

@@ -18,7 +18,7 @@ from data_prep.errors import PrepError
 from data_prep.read.archives import inflate_tar
 from data_prep.read.class_tree import open_tree
 from data_prep.read.folder_layout import read_layout
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.system.retry import RetryPolicy
 
 

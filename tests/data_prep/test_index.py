@@ -21,7 +21,7 @@ from data_prep.verify import main as verify
 from data_prep.write.index_records import split_of
 from vit.config.base import Selection
 from vit.data.select import choose
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 
 def tars(root: Path) -> dict[str, tuple[str, int]]:

@@ -17,7 +17,7 @@ from servers import S3Server, WebServer
 
 from data_prep.index import main
 from data_prep.write.output import Output
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.system.urls import expand_braces
 
 # ---- shards at a URL -----------------------------------------------------------------------------

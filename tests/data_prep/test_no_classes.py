@@ -13,7 +13,7 @@ from processes import TINY, run_here, write_config
 from small_shards import image_bytes
 
 from data_prep import card, imagefolder, index, verify
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 IMAGES = {f"{'sub/' if n % 3 else ''}{n}.jpg": image_bytes(n) for n in range(24)}
 

@@ -14,7 +14,7 @@ from processes import REPOSITORY, jpeg
 
 from data_prep import imagefolder, index
 from data_prep.write.output import Output
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 PAGE = (REPOSITORY / "docs" / "data.md").read_text()
 LINES = dict(re.findall(r"^\| ([\w ]+) \| `([^`]*ROOT[^`]*)` \|", PAGE, re.MULTILINE))

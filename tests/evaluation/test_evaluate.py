@@ -17,7 +17,7 @@ from vit.data.augment.apply import create_augment
 from vit.data.decode.crops import decode_center
 from vit.data.eval_sets import EvalSet
 from vit.data.image_format import ImageFormat
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluator
 from vit.model import create_model

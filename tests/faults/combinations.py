@@ -11,7 +11,7 @@ import numpy as np
 from checksums import indexed_as_it_is
 from processes import make_shards, train
 
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 CHANCE = 0.25
 """The probability that a row of the tables below is used."""

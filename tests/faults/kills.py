@@ -19,7 +19,7 @@ from processes import Background, final_state, train, write_config
 from servers import S3Server
 
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.loggers.lines import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 

@@ -12,8 +12,8 @@ from vit.data.augment.apply import create_augment
 from vit.data.batches import Batch
 from vit.data.eval_sets import EvalSet
 from vit.data.image_format import ImageFormat
-from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluator, _Count
 from vit.model import create_model

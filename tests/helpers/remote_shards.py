@@ -14,8 +14,8 @@ from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
+from vit.data.storage.opening import open_split
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 

@@ -38,7 +38,7 @@ from vit.config.schema import Config
 from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
 from vit.hooks.guard import GuardHook, limit_of
 from vit.loggers.record import Record

@@ -23,7 +23,7 @@ from vit.config.schema import Config
 from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.image_format import ImageFormat
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.hooks.preflight import preflight

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import vit
 from data_prep import imagefolder
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.model import VisionTransformer
 
 

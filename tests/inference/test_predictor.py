@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import vit
 from vit.checkpoint.checkpoint import newest_checkpoint
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.layers.precision import has_bf16
 from vit.model import VisionTransformer
 from vit.system.files import WeightsError

@@ -23,7 +23,7 @@ from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.data.image_format import ImageFormat
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluator
 from vit.weights.files import read_weights

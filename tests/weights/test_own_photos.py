@@ -10,7 +10,7 @@ import torch
 from processes import REPOSITORY, TINY, run_here, write_config
 
 import vit
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 HERE = ["data.global_batch_size=12", "data.micro_batch_size=null", "train.compile=false"]
 

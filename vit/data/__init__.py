@@ -1,6 +1,6 @@
 """Load batches from shards. Each step is listed with the functions that implement it:
 
-1. Open    index of a split, files of its shards           shards.data_set.open_split
+1. Open    index of a split, files of its shards           storage.opening.open_split
            samples chosen by the config, several sources   select.choose, sources.Sources
 2. Order   batch position -> sample numbers of its rows    order.Order.rows_and_copies
 3. Read    sample number -> encoded bytes                  shards.split.Split.read

@@ -1,7 +1,7 @@
 """Open the data that a config specifies, on all ranks.
 
 `open_split` opens one split of shards. `open_train_set` selects training samples and also supports
-several sources or a stream. `vit.data.shards.data_set.open_split` opens a split without a config.
+several sources or a stream. `vit.data.storage.opening.open_split` opens a split without a config.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from vit.data.batches import AugmentedBatches, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.overlap import find_trained
-from vit.data.shards import data_set
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
+from vit.data.storage import opening
 from vit.distributed.process_group import World
 from vit.system.by_name import load
 from vit.system.files import ShardError
@@ -39,7 +39,7 @@ def open_split(
     """
 
     def open_checked(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
-        opened = data_set.open_split(
+        opened = opening.open_split(
             resolve(root or config.data.root),
             split,
             cache_dir=config.loader.cache_dir,

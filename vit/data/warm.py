@@ -25,10 +25,10 @@ from shlex import quote
 from vit.config.base import SourceConfig
 from vit.config.io import load_config
 from vit.config.schema import DataConfig, LoaderConfig
-from vit.data.shards.data_set import open_split
 from vit.data.shards.split_slice import parse_name
 from vit.data.storage.block_cache import Fetched
 from vit.data.storage.cached_tars import CacheBlock, CachedTars
+from vit.data.storage.opening import open_split
 from vit.system.command_line import Parser
 from vit.system.files import ShardError
 from vit.system.hashing import hash64

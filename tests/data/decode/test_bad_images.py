@@ -20,8 +20,8 @@ from vit.data.decode.jpeg_header import read_header
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.shards.info_file import make_info, write_sidecar
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError, write_json
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")

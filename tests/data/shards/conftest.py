@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from small_shards import NUM_SHARDS, PER_SHARD, pair, write_tar
 
-from vit.data.shards.data_set import open_split
 from vit.data.shards.info_file import make_info, read_sidecar, write_sidecar
 from vit.data.shards.tar import scan_tar, write_idx
+from vit.data.storage.opening import open_split
 from vit.system.files import write_json
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from small_shards import NUM_SHARDS, PER_SHARD, jpeg, pair, write_tar
 
-from vit.data.shards.data_set import open_split
 from vit.data.shards.index_file import index_mismatch, index_sha256, open_index, save_index
 from vit.data.shards.info_file import read_sidecar
 from vit.data.shards.tar import INDEX_DTYPE, scan_tar
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 
 # ---- damage --------------------------------------------------------------------------------------

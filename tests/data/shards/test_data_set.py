@@ -16,11 +16,12 @@ import webdataset
 from PIL import Image
 from small_shards import NUM_SHARDS, PER_SHARD, jpeg, pair, write_tar
 
-from vit.data.shards.data_set import build_index, open_split
+from vit.data.shards.data_set import build_index
 from vit.data.shards.info_file import SplitInfo
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE, scan_tar, survey_tar
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 
 
@@ -183,7 +184,7 @@ def test_more_shards_than_descriptors_can_be_read(root):
     (root / "_info.json").write_text(json.dumps({"splits": {"many": split}}))
     code = (
         "import resource, sys\n"
-        "from vit.data.shards.data_set import open_split\n"
+        "from vit.data.storage.opening import open_split\n"
         "split = open_split(sys.argv[1], 'many')\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 4096))\n"
         "assert sum(len(split.read(i)) for i in range(200)) == int(split.index['size'].sum())\n"

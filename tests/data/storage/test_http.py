@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from servers import WebServer
 
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage import http, http_request
 from vit.data.storage.http import Refused, WebFile, WebFolder
 from vit.system.files import ShardError

@@ -25,9 +25,9 @@ from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.shards.local_tars import LocalTars
 from vit.data.storage import cached_tars
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 
@@ -138,7 +138,7 @@ def run(
 READ_ALL = """
     import hashlib, sys
     from vit.system.retry import RetryPolicy, num_retries
-    from vit.data.shards.data_set import open_split
+    from vit.data.storage.opening import open_split
     split = open_split(sys.argv[1], "train", retry=RetryPolicy(float(sys.argv[2]), 0.1))
     print(hashlib.sha256(b"".join(split.read(i) for i in range(60))).hexdigest(), num_retries())
 """
@@ -185,7 +185,7 @@ READ_A_BATCH = """
     from vit.data.image_format import ImageFormat
     from vit.data.loader import Loader
     from vit.data.order import make_order
-    from vit.data.shards.data_set import open_split
+    from vit.data.storage.opening import open_split
     split = open_split(sys.argv[1], "train")
     image_format = ImageFormat((16, 16), 3, "bilinear")
     batches = TrainBatches(split, make_order(60, 12), AugmentConfig(), image_format)

@@ -27,8 +27,8 @@ from vit.config.schema import Config, EvalConfig
 from vit.data import open_data
 from vit.data.batches import EvalBatches
 from vit.data.loader import Loader
-from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars, remote
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import AlreadyReported
 from vit.system.retry import RetryPolicy
 

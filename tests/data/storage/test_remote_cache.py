@@ -21,10 +21,10 @@ from vit.config.schema import AugmentConfig
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars
 from vit.data.storage.block_cache import GIB, BlockCache, Fetched
 from vit.data.storage.file_lock import locked_part
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 

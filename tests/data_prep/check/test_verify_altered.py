@@ -20,9 +20,9 @@ from data_prep.check.set_checks import check_folder, check_quarantine
 from data_prep.check.shard_checks import _check_idx, _check_index
 from data_prep.errors import PrepError
 from data_prep.verify import shard_of
-from vit.data.shards.data_set import open_split
 from vit.data.shards.info_file import sidecars_sha256
 from vit.data.shards.tar import scan_tar
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 
 # ---- manual changes with updated hashes ----------------------------------------------------------

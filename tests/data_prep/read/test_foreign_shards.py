@@ -22,9 +22,9 @@ from vit.config.schema import AugmentConfig
 from vit.data.batches import BatchLayout, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import scan_tar
+from vit.data.storage.opening import open_split
 from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")

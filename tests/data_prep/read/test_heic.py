@@ -9,7 +9,7 @@ from small_shards import add
 
 from data_prep.imagefolder import main
 from vit.data.decode.image_files import READS_HEIF
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 pytestmark = pytest.mark.skipif(not READS_HEIF, reason="needs pip install pillow-heif")
 

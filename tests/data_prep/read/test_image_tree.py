@@ -8,7 +8,7 @@ from PIL import Image
 from small_shards import add
 
 from data_prep.imagefolder import main
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 
 def test_a_few_broken_images_are_skipped_and_the_required_limit_is_reported(flat, tmp_path, capsys):

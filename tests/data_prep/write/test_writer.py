@@ -25,8 +25,8 @@ from data_prep.write.images import ImagePolicy
 from data_prep.write.plan import Settings, choose_num_shards, choose_part
 from data_prep.write.shard import TarStream
 from data_prep.write.writer import write
-from vit.data.shards.data_set import open_split
 from vit.data.shards.tar import scan_tar
+from vit.data.storage.opening import open_split
 from vit.system.files import temporary_beside, temporary_file
 
 

@@ -19,7 +19,7 @@ from data_prep.write.catalog import Source
 from data_prep.write.plan import Settings
 from data_prep.write.samples import Sample
 from data_prep.write.writer import write
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 
 def test_skipped_images_are_tried_again_even_after_a_kill(written, tmp_path):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.features import extract_features
 from vit.extras.probes import knn, linear_probe

@@ -25,7 +25,7 @@ from vit.data.augment.apply import Augment
 from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.extras.report import facts, model_figures
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.page import make_report, write_page

@@ -17,7 +17,7 @@ from extras.report.dumped_steps import dumped, dumping
 from PIL import Image
 from processes import TINY, call, command, environment, make_shards, run_here, write_config
 
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 from vit.extras.report.replay import Replay
 from vit.extras.report.source import ReportSource
 

@@ -25,8 +25,8 @@ from vit.data.decode.crops import decode_views
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import open_split
 from vit.data.storage import http
+from vit.data.storage.opening import open_split
 from vit.extras.stream.batches import StreamBatches, open_stream
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy

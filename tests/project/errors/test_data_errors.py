@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from servers import WebServer
 from small_shards import add
 
-from vit.data.shards.data_set import open_split
+from vit.data.storage.opening import open_split
 
 scenario = Scenarios()
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,9 +41,9 @@ from vit.data.shards.index_file import (
 from vit.data.shards.info_file import SplitInfo, check_info, describe_split, read_info
 from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import NO_LABEL, SampleLayout, recorded_layout
+from vit.data.shards.reader import Storage, Store, TarReader, Version
 from vit.data.shards.split import Split
 from vit.data.shards.split_slice import SplitSlice, parse_name
-from vit.data.shards.stores import Version, open_cache, open_cached_tars, open_store
 from vit.system.files import ShardError, sha256_of
 from vit.system.retry import RetryPolicy
 from vit.system.urls import bare, local_path
@@ -54,96 +54,74 @@ log = logging.getLogger(__name__)
 def open_split(
     root: Path | str,
     split: str,
-    cache_dir: Path | str | None = None,
-    cache_gib: float | None = None,
+    storage: Storage,
     retry: RetryPolicy | None = None,
     is_checked: bool = False,
     versions: Sequence[Sequence[Any]] | None = None,
 ) -> Split:
-    """Open one split of the data set at `root`, a folder or a URL, without reading any image.
+    """Open one split of the data set at `root`. See `vit.data.storage.opening.open_split`.
 
-    `split` may be a slice such as `train[:99%]` (`vit.data.shards.split_slice`). If the index of a
-    folder is missing or does not match the tars, it is rebuilt from all tars, with a warning.
-
-    cache_dir, cache_gib: see `BlockCache`. If cache_dir is None, shards in a folder are read in
-    place.
-    retry: retry limits if the storage does not respond.
-    is_checked: skip the checks of index rows and of shards in a folder, because another process on
-    this host has just made them. Otherwise, 4,096 ranks with 1,000 shards would send 4 million
-    requests to a shared file system.
-    versions: `Split.versions` from another process that has just opened the split. Without it, each
-    rank would send one request per shard to the server.
-
-    Raises ShardError with a list of all problems of the same kind: missing folder, `_info.json`,
-    split or shards; wrong shard sizes; inconsistent lengths; labels outside [0, num_classes).
+    Args:
+        storage: opens shards at a URL, and the cache.
+        retry: retry limits for shards in a folder.
+        is_checked: skip the checks of index rows and of shards in a folder, because another process
+            on this host has just made them. Otherwise, 4,096 ranks with 1,000 shards would send
+            4 million requests to a shared file system.
+        versions: `Split.versions` from another process that has just opened the split. Without it,
+            each rank would send one request per shard to the server.
     """
     part = parse_name(split)
-    whole = _open_whole(
-        root,
-        part.split,
-        cache_dir=cache_dir,
-        cache_gib=cache_gib,
-        retry=retry,
-        is_checked=is_checked,
-        versions=versions,
-    )
+    whole = _open_whole(root, part.split, storage, retry, is_checked, versions)
     return whole if part.start is None else SplitSlice(whole, split)
 
 
 def _open_whole(
     root: Path | str,
     split: str,
-    cache_dir: Path | str | None,
-    cache_gib: float | None,
+    storage: Storage,
     retry: RetryPolicy | None,
     is_checked: bool,
     versions: Sequence[Sequence[Any]] | None,
 ) -> Split:
     # 1. Find the shards, in this folder or at a URL.
-    home, shown, info, described, folder = _find(root, split, retry)
-    filenames = described.filenames
-    is_local = isinstance(folder, Path)
-    is_cached = not is_local or cache_dir is not None
+    found = _find(root, split, storage)
+    folder, described = found.folder, found.described
+    is_cached = not isinstance(folder, Path) or storage.caches_folders
     found_versions: list[Version] = []
     if is_cached or not is_checked:
         found_versions = _check_shards(folder, described, versions)
 
     # 2. Open the index and the shards. Rebuild the index if it does not match shards in a folder.
-    layout = recorded_layout(info, home and home / filenames[0])
+    layout = recorded_layout(found.info, found.home and found.home / described.filenames[0])
     sizes = None if is_checked else [version.size for version in found_versions]
-    cache = None
     if is_cached:
-        cache = open_cache(cache_dir, cache_gib, "loader.cache_dir" if is_local else shown)
-    if is_local:
+        storage.open_cache()
+    if isinstance(folder, Path):
         index = _local_index(folder, split, described, sizes, layout)
+    elif found.home is not None:
+        path = found.home / f"{split}.index.npy"
+        index = _remote_index(folder, path, str(path), described, sizes)
     else:
-        path = home / f"{split}.index.npy" if home else folder.fetch_index(split, cache)
-        place = str(path if home else f"{folder}/{split}.index.npy")
-        index = _remote_index(folder, path, place, described, sizes)
-    tars: Any
+        path = storage.fetch_index(folder, split)
+        index = _remote_index(folder, path, f"{folder}/{split}.index.npy", described, sizes)
+    tars: TarReader
     if is_cached:
-        tars = open_cached_tars(
-            folder,
-            filenames,
-            versions=found_versions,
-            index=index,
-            firsts=first_samples(described.lengths),
-            cache=cache,
-            retry=retry,
-        )
+        firsts = first_samples(described.lengths)
+        tars = storage.open_tars(folder, described.filenames, found_versions, index, firsts)
     else:
-        tars = LocalTars(folder, filenames, retry)
+        assert isinstance(folder, Path)
+        tars = LocalTars(folder, described.filenames, retry)
 
     # 3. Check the labels.
-    class_names = list(info.get("class_names") or [])
-    num_classes = len(class_names) or info.get("num_classes") or 0
+    class_names = list(found.info.get("class_names") or [])
+    num_classes = len(class_names) or found.info.get("num_classes") or 0
     if layout.label != NO_LABEL and not (is_checked and num_classes):
-        num_classes = _check_labels(index, num_classes, shown, split, described)
+        num_classes = _check_labels(index, num_classes, found.shown, split, described)
 
     return Split(
-        home or shown,
+        found.home or found.shown,
         split,
-        filenames=filenames,
+        filenames=described.filenames,
         lengths=described.lengths,
         index=index,
         num_classes=num_classes,
@@ -152,22 +130,27 @@ def _open_whole(
         # The split has the class names, and the layout is pickled for each worker, so drop the
         # names from the layout.
         layout=replace(layout, class_names=()),
-        apply_exif=bool((info.get("options") or {}).get("apply_exif")),
+        apply_exif=bool((found.info.get("options") or {}).get("apply_exif")),
     )
 
 
 # ---- the shards ----------------------------------------------------------------------------------
 
 
-def _find(
-    root: Path | str, split: str, retry: RetryPolicy | None
-) -> tuple[Path | None, str, dict[str, Any], SplitInfo, Any]:
-    """Read `_info.json` and find the shards.
+class _Found(NamedTuple):
+    home: Path | None
+    """The folder of `_info.json`; None for a URL."""
+    shown: str
+    """The address of `_info.json` without credentials, for messages."""
+    info: dict[str, Any]
+    """The content of `_info.json`."""
+    described: SplitInfo
+    folder: Path | Store
+    """The folder or store that contains the shards."""
 
-    Returns the folder of `_info.json` (None for a URL), the address without credentials for
-    messages, the content of `_info.json`, the description of the split, and the path or store that
-    contains the shards.
-    """
+
+def _find(root: Path | str, split: str, storage: Storage) -> _Found:
+    """Read `_info.json` and find the shards."""
     home = local_path(root)
     url = str(root).rstrip("/")
     if home is not None:
@@ -175,7 +158,7 @@ def _find(
         info = read_info(home)
     elif url.partition("://")[2]:
         shown = bare(url)
-        info = check_info(open_store(url, retry).read_info(), shown)
+        info = check_info(storage.open_store(url).read_info(), shown)
     else:
         raise ShardError(
             f"{root}: this address has no host; expected https://host/folder or s3://bucket/folder"
@@ -185,17 +168,18 @@ def _find(
     is_local = home is not None and (
         not info.get("shards_at") or any((home / name).exists() for name in described.filenames)
     )
-    folder = Path(shown) if is_local else open_store(shards_url, retry)
-    return home, shown, info, described, folder
+    folder: Path | Store = Path(shown) if is_local else storage.open_store(shards_url)
+    return _Found(home, shown, info, described, folder)
 
 
-def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
+def check_shards(root: Path | str, split: str, storage: Storage) -> tuple[int, int]:
     """Check every shard of a split from this host, and return the number of shards and of bytes.
 
     Does not write files. Raises ShardError in the same cases as `open_split`, and also if the index
     of a folder must be built first.
     """
-    _, shown, _, described, folder = _find(root, split, retry)
+    found = _find(root, split, storage)
+    folder, described = found.folder, found.described
     versions = _check_shards(folder, described, None)
     sizes = [version.size for version in versions]
     if isinstance(folder, Path):
@@ -204,14 +188,14 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
         if reason:
             raise ShardError(
                 f"{path} is {reason}: the next start must rebuild it by reading"
-                f" {sum(sizes) / 1e9:.1f} GB; run `python -m data_prep.index {quote(shown)}` to"
-                " rebuild it now"
+                f" {sum(sizes) / 1e9:.1f} GB; run `python -m data_prep.index"
+                f" {quote(found.shown)}` to rebuild it now"
             )
     return len(sizes), sum(sizes)
 
 
 def _check_shards(
-    folder: Any, described: SplitInfo, of_other_process: Sequence[Sequence[Any]] | None
+    folder: Path | Store, described: SplitInfo, of_other_process: Sequence[Sequence[Any]] | None
 ) -> list[Version]:
     """Return the version of each shard. Raises ShardError with a list of all mismatches."""
     names = described.filenames
@@ -334,7 +318,7 @@ def _why_rebuild(
 
 
 def _remote_index(
-    folder: Any, path: Path, place: str, described: SplitInfo, sizes: Sequence[int] | None
+    folder: Store, path: Path, place: str, described: SplitInfo, sizes: Sequence[int] | None
 ) -> np.ndarray:
     """Open the index of shards at a URL. place: address of the index for messages."""
     index, reason = _read_index(path, lambda rows: index_mismatch(rows, described.lengths, sizes))

@@ -2,7 +2,7 @@
 
 The index contains the position of each image, and `tars` reads the bytes. The checksum of the bytes
 must match the index. If the index has no checksums, the size in the preceding tar header must
-match. `vit.data.shards.data_set.open_split` checks and opens a split.
+match. `vit.data.storage.opening.open_split` checks and opens a split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vit.data.decode.images import decode
 from vit.data.shards.index_file import first_samples, index_sha256, open_index, unmapped
 from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import TarReader, Version
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
 from vit.system.files import ShardError
 from vit.system.tar_walk import TAR_BLOCK, TarDamaged, walk
@@ -48,7 +48,7 @@ class Split:
         index: Any,
         num_classes: int,
         class_names: list[str],
-        tars: Any = None,
+        tars: TarReader | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
         apply_exif: bool = False,
     ):
@@ -67,7 +67,7 @@ class Split:
         self.num_samples = len(index)
         self.num_classes = num_classes
         self.class_names = class_names
-        self.tars: LocalTars | Any = tars or LocalTars(Path(root), filenames)
+        self.tars: TarReader = tars or LocalTars(Path(root), filenames)
         self.apply_exif = apply_exif
         self._layout = layout
         self._firsts = first_samples(lengths)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.data.shards.index_file import open_index, unmapped
 from vit.data.shards.local_tars import LocalTars
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Store, Version
 from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
 from vit.data.storage.block_cache import BlockCache, Fetched
 from vit.data.storage.file_lock import is_waited_for
@@ -115,7 +115,7 @@ class CachedTars:
 
     def __init__(
         self,
-        folder: Any,
+        folder: Store | MountedFolder | Path,
         filenames: list[str],
         versions: list[Version],
         index: np.ndarray | Path,
@@ -123,15 +123,17 @@ class CachedTars:
         cache: BlockCache,
         retry: RetryPolicy | None = None,
     ):
-        """folder: a `RemoteFolder`, or the path of a mounted folder.
+        """folder: a store, or the path of a mounted folder.
 
         index: rows of the index, or the path of its file.
         firsts: the first sample of each shard, followed by the number of samples.
         retry: retry limits for a mounted folder.
         """
+        self.folder: Store | MountedFolder
         if isinstance(folder, Path):
-            folder = MountedFolder(folder, filenames, retry)
-        self.folder = folder
+            self.folder = MountedFolder(folder, filenames, retry)
+        else:
+            self.folder = folder
         self.filenames = filenames
         self.versions = versions
         self.index = open_index(index) if isinstance(index, Path) else index
@@ -144,7 +146,7 @@ class CachedTars:
         most = DEFAULT_BLOCK_SAMPLES if len(self.index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
         self._names = [
-            f"{folder.digest}/{name.removesuffix('.tar').replace('/', '%')}.{version.digest()}"
+            f"{self.folder.digest}/{name.removesuffix('.tar').replace('/', '%')}.{version.digest()}"
             for name, version in zip(filenames, versions, strict=True)
         ]
         self.most_threads = NUM_THREADS
@@ -161,7 +163,7 @@ class CachedTars:
         return self
 
     @property
-    def store(self) -> Any:
+    def store(self) -> Store | None:
         """The store of shards at a URL, or None for shards in a mounted folder."""
         return None if isinstance(self.folder, MountedFolder) else self.folder
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage.http_request import get, reason_of
 from vit.system.files import ShardError
 from vit.system.redact import shown

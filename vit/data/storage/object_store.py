@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage.http import ATTEMPT_S, Refused, replaced
 from vit.system.files import FULL, ShardError, temporary_file
 from vit.system.redact import shown

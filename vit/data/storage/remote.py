@@ -19,7 +19,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage.block_cache import BlockCache, ends_with_checksum, with_checksum
 from vit.data.storage.file_lock import locked_part, write_all
 from vit.data.storage.http import Refused, WebFolder

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.extras.remote_runs.lease import LEASE_FILE
 from vit.run_folder import CHECKPOINTS, INFO_FILE, METRICS_FILE, read_info_file

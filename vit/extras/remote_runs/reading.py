@@ -19,7 +19,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage.http import Refused
 from vit.data.storage.object_store import ObjectStore
 from vit.extras.remote_runs.copying import (

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vit.config.schema import Config
-from vit.data.shards.stores import Version
+from vit.data.shards.reader import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.distributed.exit import Interrupted
 from vit.distributed.process_group import World

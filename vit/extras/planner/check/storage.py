@@ -20,6 +20,7 @@ from typing import Any
 from vit.config.schema import Config, SourceConfig
 from vit.data.shards.data_set import check_shards
 from vit.data.shards.split_slice import parse_name
+from vit.data.storage.opening import RemoteStorage
 from vit.distributed.process_group import World
 from vit.extras.planner.check.findings import Finding, Verdict, few
 from vit.run_folder import is_in_use
@@ -57,11 +58,12 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
             for source in data.sources or (SourceConfig(),)
         ]
     places += config.eval.further_places(data.root, data.val_split)
+    storage = RemoteStorage(retry=RetryPolicy(0.0))
     number = num_bytes = 0
     problems: list[str] = []
     for root, split in dict.fromkeys(places):
         try:
-            counts = check_shards(resolve(root), parse_name(split).split, RetryPolicy(0.0))
+            counts = check_shards(resolve(root), parse_name(split).split, storage)
         except ShardError as error:
             problems += few(str(error).splitlines())
         else:
