@@ -39,7 +39,7 @@ from sklearn.metrics import roc_auc_score
 from vit.data.storage.opening import open_split
 from vit.extras.report.source import ReportSource
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -36,7 +36,7 @@ from vit.loggers.record import Record
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
-from vit.run_folder import Place
+from vit.run_folder.place import Place
 from vit.step import TrainStep
 from vit.training.loss import cross_entropy
 from vit.training.objective import Objective

@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.data.storage.opening import open_split
 from vit.distributed.process_group import join_world
-from vit.extras.compose import build_run
 from vit.loggers.lines import read_metrics
 from vit.train import train
 

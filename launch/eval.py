@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, TextIO
 
 import check_versions  # noqa: F401
 
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.config.base import VAL
 from vit.config.hints import setting_for
@@ -50,11 +51,10 @@ from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.evaluation.compare import Result, RunProbes, compare, evaluate_weights
-from vit.extras.compose import build_run
 from vit.finetune import finetune
-from vit.run_folder import LATEST_FILE, newest_run
-from vit.system.by_name import load
+from vit.run_folder.paths import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
+from vit.system.optional import needed_for
 from vit.training.initial_weights import read_once
 from vit.weights.class_names import check_head
 from vit.weights.files import LoadedWeights, read_weights
@@ -340,8 +340,10 @@ def _read_probes(args: argparse.Namespace, parser: Parser) -> RunProbes | None:
         parser.error("; ".join(problems))
     if not flags:
         return None
+    with needed_for(flags[0]):
+        from vit.extras.probes.probes import run_probes
     return partial(
-        load("vit.extras.probes.probes:run_probes", flags[0]),
+        run_probes,
         ks=tuple(map(int, counts)) if args.knn else (),
         linear=args.linear_probe,
         l2=args.l2,

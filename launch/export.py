@@ -35,7 +35,7 @@ from vit.extras.export.export import check_holds, export, read_subject
 from vit.extras.export.hub import check_repository, push
 from vit.extras.export.model_card import Origin
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE, REPORT_FOLDER
+from vit.run_folder.paths import METRICS_FILE, REPORT_FOLDER
 from vit.system.command_line import Parser
 from vit.system.files import sha256_of
 from vit.system.redact import shown

@@ -32,8 +32,7 @@ from vit.config.command_line import training_parser
 from vit.config.io import load_config
 from vit.data.storage.http import Refused
 from vit.distributed.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
-from vit.run_folder import LATEST_FILE
-from vit.system.by_name import load
+from vit.run_folder.paths import LATEST_FILE
 from vit.system.files import ShardError
 from vit.system.redact import guard_console, shown
 from vit.system.urls import is_url
@@ -183,9 +182,9 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
     access, for example because of expired keys. Otherwise, raise that error.
     """
     if is_url(run_dir):
-        needed_for = f"run.dir={run_dir}"
-        store_at = load("vit.extras.remote_runs.place:store_at", needed_for)
-        complete_in = load("vit.extras.remote_runs.copying:complete_in", needed_for)
+        # obstore takes a second to import, and few runs need it.
+        from vit.run_folder.copying import complete_in, store_at
+
         store = store_at(run_dir, PATIENCE_S)
         try:
             return max(complete_in(store.list_below()), default="")

@@ -30,12 +30,12 @@ from vit.inference.inputs import FROM_STDIN, Inputs, find_inputs
 from vit.inference.output import Summary, csv_file, image_table, write_rows
 from vit.inference.predict import predict
 from vit.inference.predictor import Trained, load
-from vit.run_folder import LATEST_FILE, newest_run
-from vit.system import by_name
+from vit.run_folder.paths import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.system.drawing import picture_format
 from vit.system.files import check_place
 from vit.system.meter import Meter
+from vit.system.optional import needed_for
 from vit.system.redact import escape_unprinted
 from vit.weights.class_names import check_head
 
@@ -56,13 +56,16 @@ def main() -> World:
     trained = load(path, name=args.model, device=world.device, settings=settings, class_names=names)
     check_head(trained.weights)
     if args.attention:
-        by_name.load("vit.extras.report.attention:check_rollout", "--attention")(trained.model)
+        with needed_for("--attention"):
+            from vit.extras.report.attention import check_rollout
+        check_rollout(trained.model)
     inputs = find_inputs(args.images, sys.stdin.buffer if FROM_STDIN in args.images else None)
     for note in (*trained.notes, inputs.summary()):
         if note:
             print(f"note: {note}", file=sys.stderr)
     if args.sheet:  # Fail before the predictions are computed.
-        by_name.load("vit.extras.report.model_figures", "--sheet")
+        with needed_for("--sheet"):
+            pass
         check_place(args.sheet, "--sheet ")
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
@@ -127,13 +130,14 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
 
 def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     """Draw the example images, with attention maps if `--attention` is set."""
-    plots = by_name.load("vit.extras.report.model_figures", "--sheet")
+    from vit.extras.report import model_figures
+    from vit.extras.report.attention import rollouts
+
     pixels = torch.stack(summary.pixels)
     overlays = None
     if args.attention:
-        rollouts = by_name.load("vit.extras.report.attention:rollouts", "--attention")
         relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
-        overlays = plots.overlaid(pixels, relevance)
+        overlays = model_figures.overlaid(pixels, relevance)
     names = [escape_unprinted(Path(name).name) for name, _ in summary.examples]
     classes = [prediction for _, prediction in summary.examples]
     shown = len(names)
@@ -141,7 +145,7 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     heading += f", classes by {trained.config.model.name}"
     if overlays is not None:
         heading += ", attention rollout"
-    plots.plot_predictions(
+    model_figures.plot_predictions(
         pixels, names, classes=classes, heading=heading, picture=args.sheet, overlays=overlays
     )
 

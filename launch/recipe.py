@@ -33,10 +33,10 @@ from vit.extras.recipes.importing import PROGRAMS, import_recipe
 from vit.extras.recipes.preview import draw_curves, groups_table, in_words, steps_line
 from vit.extras.recipes.rates import IMAGENET
 from vit.extras.recipes.summary import account, yaml_text
-from vit.system.by_name import load
 from vit.system.command_line import Parser
 from vit.system.drawing import picture_format
 from vit.system.files import replacing, report_write_errors
+from vit.system.optional import needed_for
 
 
 def main() -> World | None:
@@ -79,7 +79,8 @@ def show(args: Namespace) -> World:
     print(draw_curves(config, args.images_per_epoch, f"Recipe {name}", out))
     try:
         sheet = out.with_stem(f"{out.stem}_augment")
-        make_contact_sheet = load("vit.extras.report.contact_sheet:make_contact_sheet", "the sheet")
+        with needed_for("the sheet"):
+            from vit.extras.report.contact_sheet import make_contact_sheet
         print(make_contact_sheet(config, 6, 4, sheet, world.device))
     except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0]

@@ -22,7 +22,8 @@ from vit.distributed.exit import run_command
 from vit.distributed.process_group import World, join_world
 from vit.extras.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.extras.report.source import ReportSource
-from vit.run_folder import METRICS_FILE, REPORT_FOLDER, local_copy, newest_run
+from vit.run_folder.paths import METRICS_FILE, REPORT_FOLDER, newest_run
+from vit.run_folder.reading import local_copy
 from vit.system.command_line import Parser, parse_run_words
 from vit.system.drawing import picture_format
 

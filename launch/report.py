@@ -21,10 +21,13 @@ from vit.distributed.exit import run_command
 from vit.distributed.process_group import World, join_world
 from vit.extras.report.page import make_report
 from vit.extras.report.pictures import PAINTERS
-from vit.run_folder import METRICS_FILE, is_in_use, local_copy, newest_run
-from vit.system.by_name import load
+from vit.run_folder import reading
+from vit.run_folder.lock import is_in_use
+from vit.run_folder.paths import METRICS_FILE, newest_run
+from vit.run_folder.reading import local_copy
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
+from vit.system.optional import needed_for
 from vit.system.urls import is_url
 
 
@@ -33,12 +36,13 @@ def main() -> World:
     # Find the newest run by its metrics.jsonl, because a new run has no weights yet.
     run = args.run or str(newest_run("RUN", METRICS_FILE))
     run_dir = local_copy(run)
-    reading = load("vit.extras.remote_runs.reading", run) if is_url(run) else None
-    in_use = is_in_use(run_dir) if reading is None else reading.is_in_use(run)
+    is_away = is_url(run)
+    in_use = reading.is_in_use(run) if is_away else is_in_use(run_dir)
     to_wandb = None
     if args.to_wandb:
-        upload = load("vit.extras.loggers.wandb_upload:ToWandb", "--to-wandb")
-        to_wandb = upload(run_dir, bool(in_use))
+        with needed_for("--to-wandb"):
+            from vit.extras.loggers.wandb_upload import ToWandb
+        to_wandb = ToWandb(run_dir, bool(in_use))
     # A training that is still running may use all GPU memory.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = join_world(device, "--device ")
@@ -56,7 +60,7 @@ def main() -> World:
         print(f"  no {name}.png: {reason}")
     if to_wandb is not None:
         to_wandb.show(report.pictures.paths, print)
-    if reading is not None:
+    if is_away:
         print(reading.publish_report(run, run_dir))
     return world
 

@@ -31,7 +31,8 @@ from vit.extras.report.training_images.doubles import (
 )
 from vit.extras.report.training_images.page import TABLE_FILE, write_samples_page
 from vit.hooks.sample_losses import epoch_files
-from vit.run_folder import METRICS_FILE, local_copy, newest_run
+from vit.run_folder.paths import METRICS_FILE, newest_run
+from vit.run_folder.reading import local_copy
 from vit.system.command_line import Parser, parse_run_words
 from vit.system.meter import Meter
 

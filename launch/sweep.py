@@ -20,7 +20,7 @@ import yaml
 
 from vit.config.io import differences
 from vit.loggers.lines import read_metrics
-from vit.run_folder import CONFIG_FILE, METRICS_FILE
+from vit.run_folder.paths import CONFIG_FILE, METRICS_FILE
 from vit.system.command_line import Parser
 
 SEED = "train.seed"

@@ -21,14 +21,14 @@ from datetime import timedelta
 
 import check_versions  # noqa: F401
 
+from vit.compose import fit, join_for, reader_of
 from vit.config.command_line import training_parser
 from vit.config.hints import all_keys, nearest
 from vit.config.io import load_with_origins
 from vit.distributed.exit import run_command
 from vit.distributed.outcome import tell_outcome
 from vit.distributed.process_group import World, is_main_process, world_size
-from vit.extras.compose import fit, join_for
-from vit.system.by_name import load
+from vit.system.optional import needed_for
 
 JOIN_TIMES = 3.0
 """The join timeout of --check as a multiple of its limit, because importing torch may be slow."""
@@ -42,23 +42,27 @@ def main() -> World | None:
     if args.print_config:
         if config.eval.reference is not None:
             # Report an invalid reference name before the run starts.
-            load("vit.extras.recipes.reference:read_reference", "eval.reference")(
-                config.eval.reference
-            )
+            with needed_for("eval.reference"):
+                from vit.extras.recipes.reference import read_reference
+            read_reference(config.eval.reference)
         if is_main_process():
-            describe = load("vit.training.print_config:describe", "--print-config")
+            # Only these two flags need these modules, which take a second to import.
+            from vit.config.reference import settings
+            from vit.training.print_config import describe
+
             sentences = None
             if args.verbose:
-                settings = load("vit.config.reference:settings", "--verbose")()
-                sentences = {key: setting.sentence for key, setting in settings.items()}
-            print(describe(config, origins, world_size(), sentences), end="")
+                sentences = {key: setting.sentence for key, setting in settings().items()}
+            reader = reader_of(config)
+            print(describe(config, origins, world_size(), sentences, reader), end="")
         return None
-    check = load("vit.extras.planner.check.all_checks:check", "--check") if args.check else None
-    limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else None
-    world = join_for(config, limit)
-    if check is not None:
+    if args.check:
+        with needed_for("--check"):
+            from vit.extras.planner.check.all_checks import check
+        world = join_for(config, timedelta(seconds=JOIN_TIMES * args.check_limit_s))
         check(config, world, args.allow_change, args.check_limit_s)
         return world
+    world = join_for(config)
     tell_outcome(fit(config, allow_change=args.allow_change, world=world))
     return world
 

@@ -37,11 +37,11 @@ from vit.extras.report.example_images import Samples, samples_of_files, samples_
 from vit.extras.report.model_comparison import compare, plot_comparison
 from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
-from vit.run_folder import LATEST_FILE, METRICS_FILE, newest_run
-from vit.system import by_name
+from vit.run_folder.paths import LATEST_FILE, METRICS_FILE, newest_run
 from vit.system.command_line import Parser, image_size
 from vit.system.drawing import picture_format
 from vit.system.meter import Meter
+from vit.system.optional import needed_for
 from vit.weights.files import read_weights
 
 MAX_CELLS = 64
@@ -92,8 +92,9 @@ def curves(args: Namespace, world: World) -> None:
 
 def layers(args: Namespace, world: World) -> None:
     """Print the shapes of a model, or its costs by layer, with `vit.extras.planner.by_layer`."""
-    printers = by_name.load("vit.extras.planner.by_layer:PRINTERS", args.command)
-    printers[args.command](*_config_of(args))
+    with needed_for(args.command):
+        from vit.extras.planner.by_layer import PRINTERS
+    PRINTERS[args.command](*_config_of(args))
 
 
 def _config_of(args: Namespace) -> tuple[Config, int]:

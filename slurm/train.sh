@@ -45,7 +45,7 @@ described=$(WORLD_SIZE=$world_size "${on_one[@]}" python launch/train.py "$@" --
 # rank 0's run folder on this node, or its working copy for a run at a URL
 run=$("${on_one[@]}" python -c 'import sys, yaml
 from vit.config.schema import RunConfig
-from vit.run_folder import local_folder
+from vit.run_folder.place import local_folder
 print(local_folder(RunConfig(**yaml.safe_load(sys.stdin)["run"])))' <<<"$described")
 sed -n '/^# derived/,$p' <<<"$described"
 prepare_torchrun

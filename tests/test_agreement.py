@@ -19,13 +19,13 @@ from ranks import together
 from vit.checkpoint import resume
 from vit.checkpoint.checkpoint import named_tensors, newest_checkpoint
 from vit.checkpoint.state import RunState
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.hooks.order_check import OrderHook
 from vit.run import Run
 from vit.train import train
@@ -92,7 +92,7 @@ def shifted(batch: Batch) -> Batch:
 ONE_READS = """
 import hashlib, json, sys, torch
 from dataclasses import replace
-from vit.extras.compose import build_run
+from vit.compose import build_run
 from vit.config import io as config_io
 import vit.distributed.process_group as distributed
 from vit.distributed.exit import leave_world, run_command

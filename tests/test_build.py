@@ -14,7 +14,7 @@ import torch
 from processes import TINY, metrics, train
 from safetensors.torch import save_file
 
-import vit.extras.compose
+import vit.compose
 from vit.build import build
 from vit.config.io import from_dict, load_config
 from vit.config.schema import ModelConfig
@@ -41,7 +41,7 @@ def test_only_preemption_leaves_a_mark_in_a_new_run(config, tmp_path, monkeypatc
     monkeypatch.setattr(start_record, "measure_shuffle", interrupted)
     settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(Interrupted):
-        vit.extras.compose.build_run(settings, ALONE)
+        vit.compose.build_run(settings, ALONE)
     assert (tmp_path / "run" / "config.yaml").exists()
     mark = tmp_path / "run" / "stopped_early"
     if number == signal.SIGTERM:
@@ -60,7 +60,7 @@ def start_while_another_trains(config, run_dir, *overrides: str) -> Run:
 
     words = [*TINY, f"run.dir={run_dir}", "train.steps=4", "checkpoint.every_steps=2", *overrides]
     settings = load_config(config, words)
-    parts = replace(vit.extras.compose.parts_of(settings), load_weights=train_elsewhere)
+    parts = replace(vit.compose.parts_of(settings), load_weights=train_elsewhere)
     return build(settings, ALONE, (), parts)
 
 
@@ -84,7 +84,7 @@ def test_an_ended_start_leaves_no_mark_in_the_folder_of_another_run(config, tmp_
         return {}
 
     settings = load_config(config, [*TINY, f"run.dir={run_dir}"])
-    parts = replace(vit.extras.compose.parts_of(settings), load_weights=create_elsewhere)
+    parts = replace(vit.compose.parts_of(settings), load_weights=create_elsewhere)
     with pytest.raises(Interrupted):
         build(settings, ALONE, (), parts)
     assert not any(run_dir.iterdir())

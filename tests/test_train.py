@@ -484,5 +484,5 @@ def test_a_run_imports_only_what_it_uses(config: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     modules = done.stdout.split()
     assert "vit.step" in modules
-    assert [name for name in modules if name.startswith("vit.extras.")] == ["vit.extras.compose"]
+    assert [name for name in modules if name.startswith("vit.extras.")] == ["vit.compose"]
     assert len(modules) <= MAX_MODULES

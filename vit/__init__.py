@@ -20,11 +20,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vit.compose import fit as fit
     from vit.config.io import load_config as load_config
     from vit.data.create_loader import create_loader as create_loader
     from vit.data.storage.opening import open_split as open_split
     from vit.evaluation.evaluate import evaluate_model as evaluate_model
-    from vit.extras.compose import fit as fit
     from vit.inference.predictor import load as load
     from vit.model import create_model as create_model
 
@@ -34,7 +34,7 @@ MODULES = {
     "create_loader": "vit.data.create_loader",
     "create_model": "vit.model",
     "evaluate_model": "vit.evaluation.evaluate",
-    "fit": "vit.extras.compose",
+    "fit": "vit.compose",
     "load": "vit.inference.predictor",
     "load_config": "vit.config.io",
     "open_split": "vit.data.storage.opening",

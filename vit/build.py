@@ -29,28 +29,27 @@ from vit.create_step import create_train_step
 from vit.distributed.exit import Interrupted, StopSignals
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import create_evaluators
+from vit.feature import Parts
 from vit.hooks.start_record import start_record
 from vit.layers.init import undrawn
 from vit.layers.parts import grid_size
 from vit.loggers.record import StartTimes
-from vit.run import Parts, Run
-from vit.run_folder import Place, RunLock
+from vit.run import Run
+from vit.run_folder.lock import RunLock
+from vit.run_folder.place import Place
 from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan
 from vit.training.run_data import as_trained, open_data
 
 
-def build(
-    config: Config, world: World, allow_change: Iterable[str] = (), parts: Parts | None = None
-) -> Run:
+def build(config: Config, world: World, allow_change: Iterable[str], parts: Parts) -> Run:
     """Build the run described by `config`, and load its newest checkpoint if one exists.
 
     allow_change: settings that may differ from those in the checkpoint. parts: the result of
-    `vit.extras.compose.parts_of` for `config`. Raises ValueError for mistakes in the config or the
+    `vit.compose.parts_of` for `config`. Raises ValueError for mistakes in the config or the
     data, and `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, even while this
     rank waits for other ranks.
     """
-    parts = parts or Parts()
     place = parts.open_place(config, world)
     is_new = world.is_main and not place.folder.is_dir()
     lock = RunLock(place.folder)
@@ -87,10 +86,14 @@ def _build(
     settings = config_io.to_dict(config)
 
     # 2. Data and plan. Cheap checks run first, so that mistakes are reported within a second.
-    data = open_data(config, world)
+    data = open_data(config, world, parts.reader)
     config = as_trained(config, data)
     objective = parts.create_objective(config, data, world)
-    notes = [objective.notes, *(hook.opened(config, world, data, place) for hook in parts.hooks)]
+    notes = [
+        parts.notes,
+        objective.notes,
+        *(hook.opened(config, world, data, place) for hook in parts.hooks),
+    ]
     facts = {**data.facts, **{key: part.facts[key] for part in notes for key in part.facts}}
     times.end("data")
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
@@ -131,7 +134,9 @@ def _build(
     if world.broadcast_from_main(lambda: not lock.is_held and place.create(lock)):
         return _build(config, world, allowed, parts, place, lock, signals)
     record = world.main_first(
-        lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
+        lambda: start_record(
+            config, world, place.folder, lock, data, notes, state, train_step, parts.create_loggers
+        )
     )
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.distributed.process_group import World
+from vit.feature import CreateReduce
 from vit.layers.blocks import set_residual_dtype
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
-from vit.system.by_name import load
 from vit.training.attention import choose_attention
 from vit.training.compiling import checkpoint_activations, compile_models
+from vit.training.norm_probes import create_probes
 from vit.training.objective import Objective
 from vit.training.plan import Plan, rates
-from vit.training.reduce import Reduce, data_parallel
+from vit.training.reduce import data_parallel
 
 
 def create_train_step(
@@ -28,7 +27,7 @@ def create_train_step(
     model: nn.Module,
     world: World,
     objective: Objective,
-    create_reduce: Callable[..., Reduce] = data_parallel,
+    create_reduce: CreateReduce = data_parallel,
     is_filled_later: bool = False,
 ) -> TrainStep:
     """Move `model` to its device, compile and wrap it, and return its training step.
@@ -60,7 +59,6 @@ def create_train_step(
     )
     probes = None
     if config.log.norms_every_steps is not None:
-        create_probes = load("vit.training.norm_probes:create_probes", "log.norms_every_steps")
         with world.fail_together():
             probes = create_probes(model, config, augment, plan.micro_batch_size, plan.total_steps)
     learning_rate, weight_decay = rates(config, plan)

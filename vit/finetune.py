@@ -22,8 +22,8 @@ from vit.data.open_data import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.compare import Result, evaluate_weights
 from vit.run import Run
-from vit.run_folder import local_folder
-from vit.system.by_name import load
+from vit.run_folder.place import local_folder
+from vit.run_folder.reading import newest_info
 from vit.system.redact import shown
 from vit.system.urls import is_url
 from vit.train import train
@@ -49,7 +49,7 @@ def finetune(
 
     base: the config of `loaded`, or None if the weights cannot be evaluated before training;
     `problem` then gives the reason. build_run: a function that builds the run for `tuned`
-    (`vit.extras.compose.build_run`). as_json: whether to print one JSON object on stdout as well
+    (`vit.compose.build_run`). as_json: whether to print one JSON object on stdout as well
     (see `launch/eval.py`). Raises ValueError if the run in the folder started from different
     weights.
     """
@@ -59,7 +59,6 @@ def finetune(
             is_away = is_url(tuned.run.dir)
             infos = Path(tuned.run.dir)
             if is_away:
-                newest_info = load("vit.extras.remote_runs.reading:newest_info", tuned.run.dir)
                 infos = newest_info(tuned.run.dir)
             _check_same_start(infos, loaded, tuned.run.dir)
     split = open_split(tuned, tuned.data.val_split, world)

@@ -16,14 +16,13 @@ papers, such as rotary positions, are off by default. Each feature is an argumen
 (huggingface/pytorch-image-models:timm/models/vision_transformer.py), so each library can load the
 other's weights. The name `timm/<name>` creates a timm model.
 
-    python -m vit.model vit_b16 --image-size 224     print shapes, parameters and GFLOP
+    python launch/visualize.py shapes vit_b16     print shapes, parameters and GFLOP
 """
 
 from __future__ import annotations
 
 import math
 import re
-import runpy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +46,6 @@ from vit.layers.precision import weight_dtype, without_autocast
 from vit.layers.presets import PRESETS
 from vit.layers.rope import RotaryEmbedding, rotate
 from vit.layers.swiglu import SwiGLU, SwiGLUPacked
-from vit.system.by_name import load
 from vit.system.spelling import did_you_mean
 
 
@@ -77,7 +75,9 @@ def create_model(
         fields = name.model_dump(exclude={"name"}, exclude_none=True) | fields
         name = name.name
     if name.startswith("timm/"):
-        create_timm_model = load("vit.layers.timm_model:create_timm_model", name)
+        # timm takes seconds to import.
+        from vit.layers.timm_model import create_timm_model
+
         return create_timm_model(name.removeprefix("timm/"), **fields)
     match = re.fullmatch(rf"vit_({'|'.join(PRESETS)})([1-9]\d*)", name)
     if match is None:
@@ -463,7 +463,3 @@ class VisionTransformer(nn.Module):
         dimension. Add every new token or embedding here, or it will get weight decay.
         """
         return {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent"}
-
-
-if __name__ == "__main__":
-    runpy.run_module("vit.training.model_summary", run_name="__main__")  # imports this module

@@ -20,7 +20,7 @@ because all ranks call these methods at the same step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +39,9 @@ from vit.distributed.process_group import World
 from vit.distributed.watchdog import Verdict, Watch
 from vit.evaluation.evaluate import Evaluator
 from vit.loggers.record import Record, StartTimes
-from vit.run_folder import Place, open_folder
+from vit.run_folder.place import Place
 from vit.step import TrainStep
-from vit.training.objective import Objective, supervised
 from vit.training.plan import Plan
-from vit.training.reduce import Reduce, data_parallel
 from vit.training.run_data import Notes, RunData
 from vit.training.step_result import StepValues
 
@@ -174,27 +172,3 @@ class Run:
             # report, and a signal must not kill the ranks that wait for rank 0.
             if error is not None or self.world.size == 1:
                 self.signals.restore()
-
-
-def no_weights(model: nn.Module, config: Config, data: RunData, world: World) -> dict[str, Any]:
-    """Keep the initial weights of `model`, and return no facts.
-
-    Raises ValueError if `init.checkpoint` is set, because only `vit.extras.compose` can load a
-    file.
-    """
-    if config.init.checkpoint is not None:
-        raise ValueError("init.checkpoint: build this run with vit.extras.compose.build_run")
-    return {}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run that depend on the config. The defaults describe a plain run."""
-
-    hooks: tuple[Hook, ...] = ()
-    """The hooks in calling order, equal on all ranks."""
-    open_place: Callable[[Config, World], Place] = open_folder
-    create_objective: Callable[..., Objective] = supervised
-    create_reduce: Callable[..., Reduce] = data_parallel
-    load_weights: Callable[[nn.Module, Config, RunData, World], dict[str, Any]] = no_weights
-    """A function that loads a file into a new model and returns facts about the weights."""

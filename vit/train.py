@@ -17,7 +17,7 @@ from vit.distributed.outcome import Outcome
 from vit.hooks.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
 from vit.hooks.validate import evaluate
 from vit.run import Run
-from vit.run_folder import STOPPED_FILE, mark_stopped
+from vit.run_folder.paths import STOPPED_FILE, mark_stopped
 
 
 def train(run: Run) -> Outcome:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from vit.config.io import recipes_folder
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 NUM_STEPS = 24

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from vit.distributed.exit import run_command
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 from vit.system.command_line import Parser
 from vit.system.files import replacing
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from vit.checkpoint.checkpoint import checkpoint_folder, newest_checkpoint, write_checkpoint
+from vit.checkpoint.seal import CheckpointError
 from vit.checkpoint.state import RunState
 from vit.config.schema import CheckpointConfig
-from vit.run_folder import CheckpointError, complete_checkpoints
+from vit.run_folder.paths import complete_checkpoints
 from vit.weights.files import read_weights
 
 

@@ -24,10 +24,12 @@ from vit.checkpoint.checkpoint import (
     read_info,
     write_checkpoint,
 )
+from vit.checkpoint.seal import SEAL
 from vit.checkpoint.state import RunState
 from vit.config.io import from_dict
 from vit.config.schema import CheckpointConfig
-from vit.run_folder import SEAL, RunLock, weights_file
+from vit.run_folder.lock import RunLock
+from vit.run_folder.paths import weights_file
 from vit.system.files import WeightsError
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.formats import read_content

@@ -10,11 +10,11 @@ from processes import TINY, Background, metrics
 from processes import train as train_elsewhere
 from torch import Tensor
 
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.loggers.lines import read_metrics
-from vit.run_folder import complete_checkpoints
+from vit.run_folder.paths import complete_checkpoints
 from vit.train import train
 from vit.weights.files import read_weights
 

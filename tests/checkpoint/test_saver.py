@@ -26,12 +26,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 import vit.train
 from vit.checkpoint.checkpoint import CheckpointError, newest_checkpoint
 from vit.checkpoint.saver import Saver
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.config.schema import CheckpointConfig
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.run import Run
-from vit.run_folder import complete_checkpoints
+from vit.run_folder.paths import complete_checkpoints
 from vit.weights.files import find_weights, read_weights
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.checkpoint.checkpoint import named_tensors
 from vit.checkpoint.snapshot import Snapshot
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 
 GPU = torch.device("cuda", 0)
 

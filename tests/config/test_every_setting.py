@@ -30,7 +30,7 @@ from processes import make_shards
 from torch import Tensor
 
 import vit.build
-import vit.extras.compose
+import vit.compose
 from data_prep import imagefolder
 from vit.checkpoint.checkpoint import read_info
 from vit.checkpoint.state import RunState
@@ -192,7 +192,7 @@ def of_hook(run: Run, kind: str, name: str) -> Any:
 def built(config: Config) -> dict[str, str]:
     """Build a run, train for two steps and evaluate. Return digests of its components and
     results."""
-    with vit.extras.compose.build_run(config, ALONE) as run:
+    with vit.compose.build_run(config, ALONE) as run:
         digests = {
             "plan": digest(run.plan, of_hook(run, "ReferenceCurve", "_comparison")),
             "batches": digest(run.batches),
@@ -224,7 +224,7 @@ def built(config: Config) -> dict[str, str]:
 
 def trained(config: Config) -> dict[str, str]:
     """Train, and return a description of the checkpoints."""
-    with vit.extras.compose.build_run(config, ALONE) as run:
+    with vit.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
     for folder in sorted((run.folder / "checkpoints").glob("step_*")):
@@ -265,7 +265,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     for name, root in (("trained", "{shards}"), ("of_four", "{four}")):
         settings = {"train.steps": 1, "train.seed": 7, "data.root": root}
         own[name] = str(folder / name)
-        with vit.extras.compose.build_run(
+        with vit.compose.build_run(
             config_of(BASE | settings | {"run.dir": own[name]}, own), ALONE
         ) as run:
             train(run)

@@ -49,7 +49,7 @@ from servers import S3Server
 
 from vit.config.io import load_config
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 from vit.system.meter import duration
 
 STATE = (

@@ -21,7 +21,7 @@ from servers import S3Server
 from vit.data.order import make_order
 from vit.data.storage.opening import open_split
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE, REPORT_FOLDER
+from vit.run_folder.paths import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
 """The maximum number of attempts to interrupt a run in a given phase. Each attempt uses a new

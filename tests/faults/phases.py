@@ -35,7 +35,7 @@ from proc import states_of_threads
 from processes import Background
 from servers import S3Server, WebServer
 
-from vit.run_folder import METRICS_FILE, REPORT_FOLDER
+from vit.run_folder.paths import METRICS_FILE, REPORT_FOLDER
 
 Phase = Literal["start", "step", "save", "upload", "evaluation", "data wait", "report"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -19,7 +19,7 @@ from processes import REPOSITORY, TINY, command, environment, final_state, last_
 from vit.config.schema import LogConfig
 from vit.data.storage.block_cache import BlockCache, Fetched
 from vit.loggers.record import Record
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 from vit.system.retry import RetryableError, RetryPolicy
 
 HOURS_S = 5 * 3600.0

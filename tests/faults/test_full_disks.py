@@ -48,7 +48,8 @@ from vit.inference.output import csv_file
 from vit.loggers.lines import read_lines
 from vit.loggers.record import Record
 from vit.model import create_model
-from vit.run_folder import METRICS_FILE, RunLock, mark_stopped
+from vit.run_folder.lock import RunLock
+from vit.run_folder.paths import METRICS_FILE, mark_stopped
 from vit.system.drawing import drawing
 from vit.training.plan import Plan
 from vit.weights.programs import Subject
@@ -165,9 +166,7 @@ def fetched(folder: Path) -> None:
     (place_at_url / "weights").mkdir(exist_ok=True)
     (place_at_url / "weights" / "last.safetensors").write_bytes(bytes(30_000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "vit.extras.remote_runs.reading.cache_of", lambda url, kind: folder / "cache" / "run"
-        )
+        patch.setattr("vit.run_folder.reading.cache_of", lambda url, kind: folder / "cache" / "run")
         local_run(f"file://{place_at_url}")
 
 
@@ -329,21 +328,20 @@ def test_tensorboard_ends_with_one_line(disk, free_kib):
 
     messages = list[str]()
 
-    def lines() -> Iterator[tuple[int, float, dict[str, float]]]:
-        deadline = time.monotonic() + 60
-        while not messages and time.monotonic() < deadline:
-            yield 1, 0.0, {f"train/{number}": 1.0 for number in range(100)}
-            time.sleep(0.05)
-
+    numbers = {f"train/{number}": 1.0 for number in range(100)}
+    line = {"kind": "train", "step": 1, "time": 0.0, **numbers}
+    (disk / METRICS_FILE).write_text(f"{json.dumps(line)}\n" * (40 if free_kib else 0))
     if free_kib:
         leave_free(disk, free_kib)
-        view = TensorboardView(disk, lines(), messages.append)
+        view = TensorboardView(disk, LogConfig(), messages.append)
     else:
-        view = TensorboardView(disk, [], messages.append)
+        view = TensorboardView(disk, LogConfig(), messages.append)
         leave_free(disk, free_kib)
-        for line in lines():
-            view.send(*line)
-    view.close()
+    deadline = time.monotonic() + 60
+    while not messages and time.monotonic() < deadline:
+        view.send(1, 0.0, numbers)
+        time.sleep(0.05)
+    view.close("finished")
     assert len(messages) == 1
     assert "tensorboard: stopped (" in messages[0]
     assert "metrics.jsonl has everything" in messages[0]
@@ -356,8 +354,9 @@ def test_wandb_ends_with_one_line(disk):
     messages = list[str]()
     (disk / "run").mkdir()
     leave_free(disk, 0)
-    view = WandbProcess(disk / "run", "offline", messages.append)
-    assert not view.close()
+    view = WandbProcess(disk / "run", LogConfig(wandb="offline"), messages.append)
+    view.close("finished")
+    assert not view.is_complete
     [message] = messages
     assert message.startswith("wandb: stopped (No space left on device); metrics.jsonl has every")
 

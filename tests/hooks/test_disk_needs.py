@@ -10,10 +10,10 @@ import pytest
 import torch
 from processes import TINY
 
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.hooks.needs import DiskNeeds, disk_needs
 from vit.hooks.preflight import check_disk
 from vit.train import train as train_run

@@ -20,12 +20,12 @@ from proc import children, environment_of
 from processes import TINY, Background, last_step, metrics, run_of
 
 from vit.build import build
+from vit.compose import parts_of
 from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.distributed.process_group import World
-from vit.extras.compose import parts_of
 from vit.hooks.monitor import (
     ADVICE_STEPS,
     Monitor,

@@ -10,10 +10,10 @@ import torch
 from processes import TINY, metrics
 
 import vit.train
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.data.batches import Batch
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.hooks.monitor import Monitor
 from vit.hooks.order_check import OrderHook
 from vit.loggers.lines import read_metrics

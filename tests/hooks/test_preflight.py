@@ -18,6 +18,7 @@ import pytest
 import torch
 from processes import REPOSITORY, TINY, environment, metrics, train
 
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.data.batches import EvalBatches, TrainBatches
@@ -25,7 +26,6 @@ from vit.data.decode import native
 from vit.data.image_format import ImageFormat
 from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.hooks.preflight import preflight
 from vit.model import create_model
 from vit.system.host import free_memory_bytes, num_cores, num_oom_kills

@@ -216,7 +216,7 @@ def test_a_run_has_twenty_lines_or_one_each_fifty_steps(steps, every, tmp_path):
 
 def test_a_finished_run_started_again_opens_no_wandb_run(tmp_path, shards, monkeypatch):
     opened = []
-    monkeypatch.setattr(Record, "start_wandb", lambda record: opened.append(record))
+    monkeypatch.setattr(Record, "start_loggers", lambda record, _: opened.append(record))
     config = write_config(tmp_path, shards, steps=2)
     for _ in range(2):
         run_here("launch/train.py", "--config", config, *TINY, f"run.dir={tmp_path / 'run'}")

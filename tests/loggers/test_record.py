@@ -18,10 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vit.compose import parts_of
+from vit.config.io import load_config
 from vit.config.schema import LogConfig
 from vit.loggers.lines import numbers_of, read_metrics
 from vit.loggers.record import Record, provenance
-from vit.run_folder import METRICS_FILE, RunLock
+from vit.run_folder.lock import RunLock
+from vit.run_folder.paths import METRICS_FILE
 
 ROOT = Path(__file__).parents[2]
 OFF = LogConfig(wandb="off")
@@ -188,8 +191,7 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     record.write("train", 1, loss=1.0)
     record.progress(1, "x")
     record.train_line(1, "x")
-    record.start_wandb()
-    record.start_tensorboard()
+    record.start_loggers([lambda *_: pytest.fail("only rank 0 has loggers")])
     record.log_pictures({"curves": tmp_path / "curves.png"})
     record.log_table("classes", ["class"], [["one"]])
     record.close()
@@ -229,7 +231,7 @@ HOLD = """
 import sys
 from functools import partial
 from pathlib import Path
-from vit.run_folder import RunLock
+from vit.run_folder.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -277,7 +279,7 @@ def test_waits_for_a_run_that_is_ending(tmp_path, capsys):
 
 
 def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.run_folder.LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr("vit.run_folder.lock.LOCK_WAIT_S", 0.5)
     with hold(tmp_path) as other:
         with pytest.raises(
             ValueError,
@@ -303,16 +305,11 @@ def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
     assert subprocess.run(locked, capture_output=True, check=False).returncode == 0
 
 
-def test_a_run_continues_if_the_folder_of_wandb_was_deleted(tmp_path, capsys, monkeypatch):
+def test_a_run_continues_if_the_folder_of_wandb_was_deleted(config, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setitem(sys.modules, "vit.extras.loggers.wandb_logger", None)
-    record = record_in(tmp_path, LogConfig())
-    record.start_wandb()
-    record.close()
-    line = capsys.readouterr().err
+    [line] = parts_of(load_config(config, ["log.wandb=auto"])).lines
     assert line.startswith("wandb: log.wandb=auto needs vit/extras/loggers")
-    assert line.endswith("not installed: metrics.jsonl only (log.wandb=off silences this)\n")
-    record = record_in(tmp_path, LogConfig(wandb="online"))
+    assert line.endswith("not installed: metrics.jsonl only (log.wandb=off silences this)")
     with pytest.raises(ValueError, match=r"log\.wandb=online needs vit/extras/loggers"):
-        record.start_wandb()
-    record.close()
+        parts_of(load_config(config, ["log.wandb=online"]))

@@ -7,9 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
-import warm_python
 from model.random_weights import randomise, relative_difference
-from processes import call, environment
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
@@ -375,16 +373,3 @@ def test_flops_equal_the_closed_form_and_counting_changes_nothing():
     assert flops_per_image(guest) > 0
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(tensor, state[name]) for name, tensor in guest.state_dict().items())
-
-
-def test_the_model_module_runs_as_a_command():
-    command = [warm_python.python(environment()), "-m", "vit.model"]
-    done = call([*command, "vit_h14", "--image-size", "196", "294"])
-    assert done.returncode == 0, done.stderr
-    assert "patch_embed" in done.stdout
-    assert "(B, 295, 1280)" in done.stdout
-    assert "632,094,440 parameters" in done.stdout
-    wrong = call([*command, "vit_b17"])
-    assert wrong.returncode == 2
-    assert "Traceback" not in wrong.stderr
-    assert "the nearest that work are 221 and 238" in wrong.stderr

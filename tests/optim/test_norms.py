@@ -23,11 +23,11 @@ from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
 from vit.distributed.process_group import World
-from vit.layers.attention_logits import largest_logits
 from vit.model import create_model
 from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
+from vit.training.attention_logits import largest_logits
 from vit.training.compiling import compile_blocks
 from vit.training.freeze import freeze
 

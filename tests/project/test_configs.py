@@ -12,9 +12,9 @@ import torch
 from extras.deleted_extras import NO_REPORT
 from processes import metrics, run
 
+from vit.compose import build_run
 from vit.config.io import ConfigError, load_config, load_with_origins, recipe_name, to_dict
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.model import create_model
 from vit.system.gpus import find_gpu
 from vit.train import train

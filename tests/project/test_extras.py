@@ -26,7 +26,7 @@ NEEDED_BY = {
     "recipes": ("eval.reference=demo", "eval.reference needs"),
     "remote_runs": ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run needs"),
     "report": ("log.report=true", "log.report=true needs"),
-    "stream": ("stream.urls=a.tar", "stream.urls needs"),
+    "stream": ("stream.urls=a.tar stream.num_samples=64", "stream.urls needs"),
 }
 """Maps each extra to an argument of launch/train.py that requires it, and to the first words of the
 expected error. Extras that are not listed cannot be required by a config."""
@@ -42,23 +42,20 @@ for package in (vit, data_prep):
         if not module.name.endswith("__main__") and not module.name.endswith("_native"):
             importlib.import_module(module.name)
 from vit.config.io import load_config
-from vit.data.open_data import STREAM
-from vit.extras.compose import parts_of
-from vit.system.by_name import load
+from vit.compose import parts_of
+from vit.system.optional import needed_for
 config = load_config("configs/demo.yaml", sys.argv[3:])
 print(len(parts_of(config).hooks))
 word = sys.argv[2]
 try:
     if word == "--check":
-        load("vit.extras.planner.check.all_checks:check", word)
+        with needed_for(word):
+            import vit.extras.planner.check.all_checks
     elif word == "--knn":
-        load("vit.extras.probes.probes:run_probes", word)
-    elif word.startswith("log.tensorboard"):
-        load("vit.extras.loggers.tensorboard:TensorboardView", word)
-    elif word.startswith("stream.urls"):
-        load(STREAM, "stream.urls")
+        with needed_for(word):
+            import vit.extras.probes.probes
     else:
-        parts_of(load_config("configs/demo.yaml", [*sys.argv[3:], word]))
+        parts_of(load_config("configs/demo.yaml", [*sys.argv[3:], *word.split()]))
 except ValueError as error:
     print(error)
 """

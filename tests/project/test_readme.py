@@ -25,9 +25,9 @@ from processes import TINY, call, environment, metrics, run, write_config
 from sklearn.datasets import load_digits
 
 import data_prep.command
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.distributed import process_group
-from vit.extras.compose import build_run
 from vit.train import train
 
 ROOT = Path(__file__).parents[2]

@@ -33,7 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 import vit.build
-import vit.extras.compose
+import vit.compose
 import vit.hooks.host_check
 import vit.train
 from vit.checkpoint import checkpoint
@@ -64,7 +64,7 @@ log: {wandb: "off", report: false, every_steps: 6}
 """
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (process_group, "join_world", "start: ranks meet"),
-    (vit.extras.compose, "build", "start: rest"),
+    (vit.compose, "build", "start: rest"),
     (vit.build, "open_data", "start: data"),
     (vit.hooks.host_check, "check_host", "start: hosts compared"),
     (vit.build, "find_checkpoint", "start: checkpoint found"),
@@ -180,7 +180,7 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
     dist.rendezvous = lambda *_, **__: iter([(store, rank, size)])
     config = load_config(*settings)
     world = process_group.join_world("cpu", found=host)
-    vit.train.train(vit.extras.compose.build_run(config, world))
+    vit.train.train(vit.compose.build_run(config, world))
     world.barrier()
     exit.leave_world(world)
 

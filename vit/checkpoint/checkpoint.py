@@ -34,22 +34,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.checkpoint.state import RunState
-from vit.config.schema import CheckpointConfig
-from vit.run_folder import (
-    CHECKPOINTS,
+from vit.checkpoint.seal import (
     INFO_FILE,
-    LATEST_FILE,
     CheckpointError,
-    RunLock,
     UnreadableCheckpoint,
     check_files,
-    complete_checkpoints,
-    mark_stopped,
     read_info_file,
     reading,
-    remove_unfinished,
     sealed,
+)
+from vit.checkpoint.state import RunState
+from vit.config.schema import CheckpointConfig
+from vit.run_folder.lock import RunLock
+from vit.run_folder.paths import (
+    CHECKPOINTS,
+    LATEST_FILE,
+    complete_checkpoints,
+    mark_stopped,
+    remove_unfinished,
     surplus_checkpoints,
 )
 from vit.step import TrainStep

@@ -23,7 +23,7 @@ from vit.config import io as config_io
 from vit.config.base import MAY_CHANGE
 from vit.config.schema import Config
 from vit.distributed.process_group import World
-from vit.run_folder import CHECKPOINTS, weights_file
+from vit.run_folder.paths import CHECKPOINTS, weights_file
 from vit.system.urls import bare
 from vit.training.plan import Plan, make_plan, rates
 from vit.training.run_data import Notes, RunData, choose_settings

@@ -4,10 +4,11 @@
     thread                                                                  \\- losses, weights,
                                   state, checkpoint.json, rename, `latest`, remove older ones
 
-If `run.dir` is a URL, the thread then uploads the new files (`vit.run_folder.Place`). Saves are
-written one at a time, in the order of the calls. Each save writes the weights first, so a complete
-checkpoint never refers to missing weights. If the thread fails, `has_failed` makes all ranks stop
-at the next step, as after a signal. Rank 0 then raises the error while the other ranks wait for it.
+If `run.dir` is a URL, the thread then uploads the new files (`vit.run_folder.place.Place`).
+Saves are written one at a time, in the order of the calls. Each save writes the weights first, so a
+complete checkpoint never refers to missing weights. If the thread fails, `has_failed` makes all
+ranks stop at the next step, as after a signal. Rank 0 then raises the error while the other ranks
+wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.config.schema import CheckpointConfig
 from vit.loggers.record import Record
-from vit.run_folder import TIMM_CONFIG_FILE, Place, weights_file
+from vit.run_folder.paths import TIMM_CONFIG_FILE, weights_file
+from vit.run_folder.place import Place
 from vit.step import TrainStep
 from vit.system.files import link_to, write_json
 from vit.weights.programs import Subject, lacking, timm_config

@@ -1,12 +1,13 @@
 """Open the data that a config specifies, on all ranks.
 
-`open_split` opens one split of shards. `open_train_set` selects training samples and also supports
-several sources or a stream. `vit.data.storage.opening.open_split` opens a split without a config.
+`open_split` opens one split of shards. `IndexedShards` selects training samples, also of several
+sources; `vit.extras.stream` replaces it for streams. `vit.data.storage.opening.open_split` opens a
+split without a config.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,14 +20,9 @@ from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
 from vit.data.storage import opening
 from vit.distributed.process_group import World
-from vit.system.by_name import load
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
-
-STREAM = "vit.extras.stream.batches"
-"""The module that reads training data without an index. The module defines `open_train_set` and
-`create_batches`, and is imported only if `stream.urls` is set."""
 
 
 def open_split(
@@ -68,89 +64,111 @@ def open_split(
     return open_checked(not world.is_local_main, versions)
 
 
-def open_train_splits(config: Config, world: World | None = None) -> list[Split]:
-    """Open the training split, or one split per source. Returns [] for a stream."""
-    data = config.data
-    if config.stream.urls is not None:
-        return []
-    if not data.sources:
-        return [open_split(config, data.train_split, world)]
-    return [
-        open_split(config, source.split or data.train_split, world, source.root)
-        for source in data.sources
-    ]
+class TrainReader(Protocol):
+    """Reads the training data."""
+
+    def open_splits(self, config: Config, world: World | None = None) -> list[Split]:
+        """Open the training split, or one split per source. Returns [] without random access."""
+
+    def choose(
+        self,
+        config: Config,
+        splits: list[Split],
+        val_split: Split,
+        world: World | None = None,
+        num_classes: int | None = None,
+    ) -> TrainSet:
+        """Select the training samples from `splits`, the result of `open_splits`.
+
+        Args:
+            num_classes: the number of classes, if it is larger than that of `val_split`.
+
+        Raises ShardError or ValueError if a setting names samples that do not exist, or if an image
+        of `val_split` is also a training sample.
+        """
+
+    def create_batches(
+        self,
+        config: Config,
+        train_set: TrainSet,
+        order: Order,
+        image_format: ImageFormat,
+        world: World,
+        *,
+        rows: range,
+        num_batches: int,
+    ) -> AugmentedBatches:
+        """Return this rank's batches of `train_set`. Arguments: see `TrainBatches`."""
 
 
-def open_train_set(
-    config: Config, val_split: Split, world: World | None = None, num_classes: int | None = None
-) -> TrainSet:
-    """Open and select the training samples. Arguments and errors: see `choose_train_set`."""
-    splits = open_train_splits(config, world)
-    return choose_train_set(config, splits, val_split, world, num_classes)
+class IndexedShards:
+    """Reads shards with an index, from which any batch can be made. See `TrainReader`."""
 
-
-def choose_train_set(
-    config: Config,
-    splits: list[Split],
-    val_split: Split,
-    world: World | None = None,
-    num_classes: int | None = None,
-) -> TrainSet:
-    """Select the training samples from `splits`, the result of `open_train_splits`.
-
-    A stream has no class list, so it uses the classes of `val_split`, or `num_classes` if that is
-    larger. Raises ShardError or ValueError if a setting names samples that do not exist, or if an
-    image of `val_split` is also a training sample.
-    """
-
-    def choose() -> TrainSet:
+    def open_splits(self, config: Config, world: World | None = None) -> list[Split]:
+        """See `TrainReader`."""
         data = config.data
-        if config.stream.urls is not None:
-            opened: TrainSet = _stream().open_train_set(config, val_split, num_classes)
-            return opened
-        if data.sources:
-            weights = [source.weight for source in data.sources]
-            train_set = train_set_of_sources(
-                splits, data.sources, weights, val_split, config.order.block_samples
-            )
-        else:
-            train_set = train_set_of(splits[0], data)
-        _check_held_out(data, train_set, val_split)
-        return train_set
+        if not data.sources:
+            return [open_split(config, data.train_split, world)]
+        return [
+            open_split(config, source.split or data.train_split, world, source.root)
+            for source in data.sources
+        ]
 
-    return choose() if world is None else world.main_first(choose)
+    def choose(
+        self,
+        config: Config,
+        splits: list[Split],
+        val_split: Split,
+        world: World | None = None,
+        num_classes: int | None = None,
+    ) -> TrainSet:
+        """See `TrainReader`."""
+        data = config.data
 
+        def choose() -> TrainSet:
+            if data.sources:
+                weights = [source.weight for source in data.sources]
+                train_set = train_set_of_sources(
+                    splits, data.sources, weights, val_split, config.order.block_samples
+                )
+            else:
+                train_set = train_set_of(splits[0], data)
+            _check_held_out(data, train_set, val_split)
+            return train_set
 
-def create_train_batches(
-    config: Config,
-    train_set: TrainSet,
-    order: Order,
-    image_format: ImageFormat,
-    world: World,
-    *,
-    rows: range,
-    num_batches: int,
-) -> AugmentedBatches:
-    """Return this rank's batches of `train_set`. Arguments: see `TrainBatches`."""
-    if config.stream.urls is not None:
-        streamed: AugmentedBatches = _stream().create_batches(
-            config, train_set.split, order, image_format, world
+        return choose() if world is None else world.main_first(choose)
+
+    def create_batches(
+        self,
+        config: Config,
+        train_set: TrainSet,
+        order: Order,
+        image_format: ImageFormat,
+        world: World,
+        *,
+        rows: range,
+        num_batches: int,
+    ) -> AugmentedBatches:
+        """See `TrainReader`."""
+        return TrainBatches(
+            train_set.split,
+            order,
+            config.augment,
+            image_format,
+            rows=rows,
+            num_batches=num_batches,
+            on_bad_image=config.loader.on_bad_image,
+            changes=train_set.changes,
         )
-        return streamed
-    return TrainBatches(
-        train_set.split,
-        order,
-        config.augment,
-        image_format,
-        rows=rows,
-        num_batches=num_batches,
-        on_bad_image=config.loader.on_bad_image,
-        changes=train_set.changes,
-    )
 
 
-def _stream() -> Any:
-    return load(STREAM, "stream.urls")
+INDEXED_SHARDS = IndexedShards()
+
+
+def open_train_set(config: Config, val_split: Split, num_classes: int | None = None) -> TrainSet:
+    """Open and select the training samples of shards with an index, on this rank alone."""
+    splits = INDEXED_SHARDS.open_splits(config)
+    return INDEXED_SHARDS.choose(config, splits, val_split, num_classes=num_classes)
 
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:

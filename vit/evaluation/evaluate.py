@@ -33,7 +33,7 @@ from vit.data.shards.split import Split
 from vit.data.slots import EVAL_READY_BATCHES
 from vit.distributed.process_group import World
 from vit.layers.precision import autocast
-from vit.run_folder import PREDICTIONS_FILE
+from vit.run_folder.paths import PREDICTIONS_FILE
 from vit.step import TrainStep
 from vit.system.files import replacing
 from vit.training.metrics import Accuracy, AccuracyCounter, predicted_classes

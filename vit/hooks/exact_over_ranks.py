@@ -8,7 +8,7 @@ from vit.config.schema import Config
 from vit.distributed.exact.leaves import Leaves, check_leaves, same_kernels
 from vit.distributed.process_group import World
 from vit.run import Hook
-from vit.run_folder import Place
+from vit.run_folder.place import Place
 from vit.training.plan import Plan
 from vit.training.run_data import Notes, RunData
 

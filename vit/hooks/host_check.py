@@ -12,7 +12,8 @@ from vit.distributed.process_group import World
 from vit.hooks.needs import DiskNeeds, disk_needs
 from vit.hooks.preflight import check_disk, preflight
 from vit.run import Hook
-from vit.run_folder import Place, complete_checkpoints
+from vit.run_folder.paths import complete_checkpoints
+from vit.run_folder.place import Place
 from vit.training.run_data import Notes, RunData
 
 

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from vit.config.schema import Config
 from vit.distributed.process_group import World
 from vit.run import Hook
-from vit.run_folder import SAMPLES_FOLDER, Place
+from vit.run_folder.paths import SAMPLES_FOLDER
+from vit.run_folder.place import Place
 from vit.system.files import replacing
 from vit.training.plan import Plan
 from vit.training.run_data import Notes, RunData

@@ -21,8 +21,10 @@ from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet, content_sha256
 from vit.distributed.process_group import World, kernels_of
 from vit.hooks.start_lines import start_lines
+from vit.loggers.logger import CreateLogger
 from vit.loggers.record import Record, provenance
-from vit.run_folder import CONFIG_FILE, RunLock, mount_note
+from vit.run_folder.lock import RunLock, mount_note
+from vit.run_folder.paths import CONFIG_FILE
 from vit.step import TrainStep
 from vit.system.files import replacing
 from vit.training.attention import attention_kernel
@@ -40,6 +42,7 @@ def start_record(
     notes: Sequence[Notes],
     state: RunState,
     train_step: TrainStep,
+    create_loggers: Sequence[CreateLogger],
 ) -> Record:
     """Open metrics.jsonl. On rank 0, write everything that is known before the first step.
 
@@ -108,8 +111,7 @@ def start_record(
     for line in lines:
         record.log(line)
     if not state.is_finished(data.plan):  # a finished run has nothing more to log
-        record.start_tensorboard()
-        record.start_wandb()
+        record.start_loggers(create_loggers)
     return record
 
 

@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,9 +27,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
-from vit.loggers.lines import numbers_of, read_metrics
-from vit.run_folder import METRICS_FILE, RunLock
-from vit.system.by_name import load
+from vit.loggers.lines import numbers_of
+from vit.loggers.logger import CreateLogger, Logger
+from vit.run_folder.lock import RunLock
+from vit.run_folder.paths import METRICS_FILE
 from vit.system.files import replacing
 from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
@@ -66,8 +68,7 @@ class Record:
         lock: RunLock | None = None,
     ):
         self.is_main = is_main
-        self._wandb: Any = None
-        self._tensorboard: Any = None
+        self._loggers: list[Logger] = []
         self._live: Progress | None = None
         self._step = first_step
         self._outcome = ""
@@ -122,10 +123,9 @@ class Record:
         self._step = step
         self._outcome = values.get("outcome", self._outcome)
         numbers = numbers_of(line)
-        if self._tensorboard is not None:
-            self._tensorboard.send(step, line["time"], numbers)
-        if self._wandb is not None:
-            self._wandb.poll()
+        for logger in self._loggers:
+            logger.send(step, line["time"], numbers)
+        self._poll()
 
     def _append(self, line: str) -> None:
         if self._file.closed:
@@ -177,8 +177,11 @@ class Record:
             self._live.update(self._task, completed=step, description=text)
         elif self.is_main and time.monotonic() - self._printed_at > SILENT_S:
             self.log(text)
-        if self._wandb is not None:
-            self._wandb.poll()
+        self._poll()
+
+    def _poll(self) -> None:
+        for logger in self._loggers:
+            logger.poll()
 
     def train_line(self, step: int, text: str) -> None:
         """Show a line of training metrics on the live line, or print it without a terminal."""
@@ -186,67 +189,36 @@ class Record:
             self.log(text)
         self.progress(step, text)
 
-    def start_wandb(self) -> None:
-        """Start displaying this run on W&B. A resumed run continues the same W&B run.
-
-        Training does not wait for W&B; a later line reports whether it works.
-        """
-        if not self.is_main:
-            return
-        mode = wandb_mode(self._config.wandb)
-        if mode == "off":
-            return
-        try:
-            wandb_process = load(
-                "vit.extras.loggers.wandb_logger:WandbProcess", f"log.wandb={self._config.wandb}"
-            )
-        except ValueError as missing:
-            if self._config.wandb != "auto":
-                raise
-            self.log(f"wandb: {missing}: metrics.jsonl only (log.wandb=off silences this)")
-        else:
-            self._wandb = wandb_process(self._run_dir, mode, self.log)
-
-    def start_tensorboard(self) -> None:
-        """Start displaying this run in TensorBoard, beginning with all existing lines."""
-        if self.is_main and self._config.tensorboard:
-            lines = read_metrics(self._run_dir / METRICS_FILE)
-            shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
-            tensorboard_view = load(
-                "vit.extras.loggers.tensorboard:TensorboardView", "log.tensorboard=true"
-            )
-            self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.log)
+    def start_loggers(self, create_loggers: Sequence[CreateLogger]) -> None:
+        """Start displaying this run, beginning with all existing lines."""
+        if self.is_main:
+            self._loggers = [
+                create(self._run_dir, self._config, self.log) for create in create_loggers
+            ]
 
     def log_pictures(self, pictures: dict[str, Path]) -> None:
-        """Show PNG files on W&B and in TensorBoard under `report/<name>`."""
+        """Show PNG files in all displays under `report/<name>`."""
         named = {f"report/{name}": path for name, path in pictures.items()}
-        if self._tensorboard is not None:
-            self._tensorboard.send_pictures(self._step, named)
-        if self._wandb is not None:
-            self._wandb.add_pictures(named)
+        for logger in self._loggers:
+            logger.send_pictures(self._step, named)
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Show a table on W&B under `report/<name>`."""
-        if self._wandb is not None:
-            self._wandb.add_table(f"report/{name}", columns, rows)
+        """Show a table in all displays under `report/<name>`."""
+        for logger in self._loggers:
+            logger.send_table(f"report/{name}", columns, rows)
 
     def close(self) -> None:
-        """Close the live line, metrics.jsonl, the event file and the W&B run.
-
-        W&B may take up to the time limits in `vit.extras.loggers.wandb_logger`.
-        """
+        """Close the live line, metrics.jsonl and all displays, which may take up to their time
+        limits."""
         if not self.is_main:
             return
         if self._live is not None:
             self._live.stop()
         self._file.close()
-        self.lock.release()  # so that the next attempt does not wait for W&B
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.close(failed=self._outcome == "error", stopped=self._outcome == "stopped")
-            self._wandb = None
+        self.lock.release()  # so that the next attempt does not wait for the displays
+        for logger in self._loggers:
+            logger.close(self._outcome)
+        self._loggers = []
 
 
 def _finite(value: Any) -> Any:

@@ -1,13 +1,10 @@
 """Count the parameters and FLOPs of a model, and print the shapes at each stage.
 
-    python -m vit.model [vit_b16] [--image-size PIXELS [PIXELS]] [--num-classes N]
-
 The forward pass runs on the meta device, so it computes and allocates nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from vit.layers.drop_path import DropPaths, PatchDropout
-from vit.model import create_model
 from vit.training.freeze import frozen_parts
 
 
@@ -86,37 +82,6 @@ def flops_by_operator(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m vit.model",
-        description="Print the shapes at each stage, the parameters and the GFLOP of a model.",
-    )
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default="vit_b16",
-        help="vit_{ti,s,b,l,h,so400m,g,G}{patch} or timm/<name> (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        default=[224],
-        metavar="PIXELS",
-        help="side, or height and width (default: 224)",
-    )
-    parser.add_argument("--num-classes", type=int, default=1000, help="(default: %(default)s)")
-    args = parser.parse_args()
-    size = args.image_size[0] if len(args.image_size) == 1 else tuple(args.image_size)
-    model: Any
-    try:
-        with torch.device("meta"):
-            model = create_model(args.name, size, args.num_classes)
-    except ValueError as error:
-        parser.error(str(error))
-    print_shapes(model, args.name)
-
-
 def print_shapes(model: Any, name: str) -> None:
     """Print a line for each stage of `model`, which is on the meta device, and the totals."""
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
@@ -151,7 +116,3 @@ def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
         and ("." not in name or name.startswith("blocks.0."))
         and not isinstance(module, (nn.Identity, nn.Dropout, DropPaths, PatchDropout))
     ]
-
-
-if __name__ == "__main__":
-    main()

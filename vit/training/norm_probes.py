@@ -15,9 +15,9 @@ from vit.config.schema import Config
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import mixes
 from vit.data.batches import Batch
-from vit.layers.attention_logits import largest_logits
 from vit.layers.precision import autocast
 from vit.optim.norms import Measured, Norms
+from vit.training.attention_logits import largest_logits
 from vit.training.reduce import Reduce
 
 IMAGES_OF_LOGITS = 8

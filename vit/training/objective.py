@@ -51,10 +51,5 @@ class Objective:
 
 
 def supervised(config: Config, data: RunData, world: World) -> Objective:
-    """Create the objective of `config`. All ranks must call this.
-
-    Raises ValueError if `config` has a teacher, which only `vit.extras.compose` can load.
-    """
-    if config.distill.teacher is not None:
-        raise ValueError("distill.teacher: build this run with vit.extras.compose.build_run")
+    """Create the objective of `config` without a teacher. All ranks must call this."""
     return Objective(create_loss(config.loss, data.class_weights, world.device))

@@ -12,12 +12,12 @@ from vit.config import io as config_io
 from vit.config.schema import CheckpointConfig, Config, OptimConfig, RunConfig
 from vit.data.batches import NOT_EXACT
 from vit.data.image_format import ImageFormat
-from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
+from vit.data.open_data import INDEXED_SHARDS, TrainReader, choose_num_classes, open_split
 from vit.data.shards.split_slice import part_size
 from vit.data.shuffle_quality import measure_shuffle
 from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
-from vit.run_folder import local_folder
+from vit.run_folder.place import local_folder
 from vit.system.files import ShardError
 from vit.system.urls import is_url
 from vit.training.freeze import create_trained_model
@@ -34,13 +34,18 @@ def describe(
     origins: dict[str, str],
     world_size: int,
     sentences: Mapping[str, str] | None = None,
+    reader: TrainReader = INDEXED_SHARDS,
 ) -> str:
     """Return the text of `--print-config`: every value with its origin as YAML, and derived numbers
     as comments.
 
-    sentences: a description of each setting, printed above its value. If the data cannot be opened,
+    Args:
+        sentences: a description of each setting, printed above its value.
+        reader: reads the training data.
+
+    If the data cannot be opened,
     the text assumes ImageNet's numbers of images and classes, with a note. Raises the ValueErrors
-    of `make_plan` and `choose_train_set`.
+    of `make_plan` and `TrainReader.choose`.
     """
     values = config_io.to_dict(config)
     comments = {
@@ -57,7 +62,7 @@ def describe(
     at_once = config_io.with_settings(config, {"loader.patience_s": 0.0})
     try:
         val_split = open_split(at_once, data.val_split)
-        splits = open_train_splits(at_once)
+        splits = reader.open_splits(at_once)
     except ShardError as error:
         if config.stream.num_samples is None:
             images_assumed = (
@@ -69,7 +74,7 @@ def describe(
         assumed = part_size(data.train_split, IMAGENET_IMAGES)
         plan, order = make_plan(config, config.stream.num_samples or assumed, world_size)
     else:
-        train = choose_train_set(config, splits, val_split, num_classes=config.model.num_classes)
+        train = reader.choose(config, splits, val_split, num_classes=config.model.num_classes)
         num_classes = choose_num_classes(config.model, data, train.split, val_split)
         plan, order = make_plan(config, train.num_draws, world_size, train.shares)
         if config.stream.urls is None:

@@ -134,10 +134,7 @@ def data_parallel(
 ) -> Reduce:
     """Wrap `model` in DDP.
 
-    is_filled_later: whether a checkpoint will replace the weights on each rank. Raises ValueError
-    for `train.exact_over_ranks`, which only `vit.extras.compose` supports.
+    is_filled_later: whether a checkpoint will replace the weights on each rank.
     """
-    if config.train.exact_over_ranks:
-        raise ValueError("train.exact_over_ranks: use vit.extras.compose.build_run")
     in_bf16 = config.train.reduce_dtype == "bf16"
     return DataParallel(model, world, wrap(model, world, not is_filled_later, in_bf16))

@@ -10,7 +10,7 @@ from vit.config.schema import Config
 from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.data.image_format import ImageFormat
-from vit.data.open_data import choose_num_classes, create_train_batches, open_split, open_train_set
+from vit.data.open_data import TrainReader, choose_num_classes, open_split
 from vit.data.sources import TrainSet
 from vit.distributed.process_group import World
 from vit.layers.precision import has_bf16
@@ -91,11 +91,15 @@ def as_trained(config: Config, data: RunData) -> Config:
     return config
 
 
-def open_data(config: Config, world: World) -> RunData:
-    """Open the data and compute the plan. All ranks must call this."""
+def open_data(config: Config, world: World, reader: TrainReader) -> RunData:
+    """Open the data and compute the plan. All ranks must call this.
+
+    reader: reads the training data.
+    """
     # Rank 0 opens the data first, because it may have to write an index for the other ranks.
     val_split = open_split(config, config.data.val_split, world)
-    train_set = open_train_set(config, val_split, world, config.model.num_classes)
+    splits = reader.open_splits(config, world)
+    train_set = reader.choose(config, splits, val_split, world, config.model.num_classes)
     split = train_set.split
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
@@ -107,7 +111,7 @@ def open_data(config: Config, world: World) -> RunData:
         image_format = ImageFormat.from_config(config.model, config.data)
         train_format = ImageFormat.from_config(config.model, config.data, config.schedule)
         place = {"rank": world.rank, "world_size": world.size}
-        batches = create_train_batches(
+        batches = reader.create_batches(
             config,
             train_set,
             order,

@@ -29,16 +29,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vit.checkpoint.seal import INFO_FILE, CheckpointError, checked_info
 from vit.layers.parts import grid_size, head_prefixes
-from vit.run_folder import (
-    INFO_FILE,
-    METRICS_FILE,
-    CheckpointError,
-    checked_info,
-    complete_checkpoints,
-    local_copy,
-    weights_file,
-)
+from vit.run_folder.paths import METRICS_FILE, complete_checkpoints, weights_file
+from vit.run_folder.reading import local_copy
 from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.fields import PROGRAM_OPTIONS, TIMM_OPTIONS

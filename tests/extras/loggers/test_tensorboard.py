@@ -15,9 +15,10 @@ from processes import Background, train, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vit.config.schema import LogConfig
+from vit.extras.loggers.tensorboard import TensorboardView
 from vit.loggers.lines import read_metrics
 from vit.loggers.record import Record
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 
 ON = LogConfig(wandb="off", tensorboard=True)
 
@@ -25,7 +26,7 @@ ON = LogConfig(wandb="off", tensorboard=True)
 def started(folder: Path, step: int) -> Record:
     record = Record(folder, ON, True, total_steps=10)
     record.write("start", step, restarts=step)
-    record.start_tensorboard()
+    record.start_loggers([TensorboardView])
     return record
 
 
@@ -84,7 +85,9 @@ def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
     for step in range(1, 7):
         first.write("train", step, loss=float(step))
     (path,) = (tmp_path / "tensorboard").iterdir()
-    first._tensorboard._writer.flush()
+    [view] = first._loggers
+    assert isinstance(view, TensorboardView)
+    view._writer.flush()
     looks_on = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0})
     looks_on.Reload()
     assert len(looks_on.Scalars("train/loss")) == 6
@@ -123,7 +126,6 @@ def test_switched_on_later_it_shows_the_run_from_its_first_step(tmp_path):
     record = Record(tmp_path, LogConfig(wandb="off"), True, total_steps=10)
     record.write("start", 0)
     record.write("train", 1, loss=3.0)
-    record.start_tensorboard()
     record.close()
     assert not (tmp_path / "tensorboard").exists()
     started(tmp_path, 1).close()
@@ -164,7 +166,9 @@ def test_an_error_ends_only_tensorboard(moment, tmp_path, capsys):
         (tmp_path / "tensorboard").write_text("in the way")
     record = started(tmp_path, 0)
     if moment == "in the middle":  # simulate an error in the writer thread on a full disk
-        worker = record._tensorboard._writer.file_writer.event_writer._async_writer._worker
+        [view] = record._loggers
+        assert isinstance(view, TensorboardView)
+        worker = view._writer.file_writer.event_writer._async_writer._worker
         worker.exception = OSError(errno.ENOSPC, "No space left on device")
     record.write("train", 1, loss=1.0)
     record.write("train", 2, loss=1.0)

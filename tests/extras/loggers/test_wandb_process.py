@@ -38,6 +38,7 @@ from processes import Background, train, write_config
 
 from vit.config.schema import LogConfig
 from vit.extras.loggers import wandb_logger, wandb_process
+from vit.extras.loggers.wandb_logger import WandbProcess
 from vit.extras.loggers.wandb_process import Feed
 from vit.extras.loggers.wandb_upload import ToWandb
 from vit.loggers.record import Record, wandb_mode
@@ -62,7 +63,7 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
     first_message = capfd.readouterr().err
     record = Record(folder, LogConfig(wandb="offline"), True, total_steps=6, first_step=2)
     record.write("start", 1, restarts=1, git="abc", command="launch/train.py --config x")
-    record.start_wandb()
+    record.start_loggers([WandbProcess])
     for step in range(2, 6):
         record.write("train", step, loss=1 / (step + 1), note="text", grad_norm=float("nan"))
     record.write("end", 5, outcome="finished")
@@ -109,7 +110,7 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(tmp_path, serv
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6, first_step=2)
     record.write("start", 1, restarts=1)
-    record.start_wandb()
+    record.start_loggers([WandbProcess])
     for step in range(2, 6):
         record.write("train", step, loss=1 / (step + 1))
     record.write("eval", 5, top1=50.0)
@@ -131,7 +132,7 @@ def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
     for restarts, steps in enumerate((range(3), range(3, 6))):
         record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)
         record.write("start", max(steps.start - 1, 0), restarts=restarts)
-        record.start_wandb()
+        record.start_loggers([WandbProcess])
         for step in steps:
             record.write("train", step, loss=1 / (step + 1))
         record.log_pictures({"curves": tmp_path / "red.png"})
@@ -223,10 +224,11 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from vit.config.schema import LogConfig
+from vit.extras.loggers.wandb_logger import WandbProcess
 from vit.loggers.record import Record
 record = Record(Path(sys.argv[1]), LogConfig(), True, total_steps=9)
 record.write("start", 0, restarts=0)
-record.start_wandb()
+record.start_loggers([WandbProcess])
 for step in range(3):
     record.write("train", step, loss=1 / (step + 1))
 record.write("eval", 2, top1=50.0)

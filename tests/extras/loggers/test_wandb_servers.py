@@ -127,7 +127,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     use_server(monkeypatch, url)
     # Wait longer for this reason, because W&B reports it only after some time.
     if reason.startswith("CommError"):
-        monkeypatch.setattr(wandb_logger.WandbProcess.close, "__defaults__", (False, False, 60.0))
+        monkeypatch.setattr(wandb_logger.WandbProcess.close, "__defaults__", (60.0,))
     spent_s = one_run(tmp_path)
     for each in held:
         each.close()

@@ -19,8 +19,9 @@ import pytest
 from proc import all_pids, command_line, environment_of
 
 from vit.config.schema import LogConfig
-from vit.loggers.record import Record
-from vit.run_folder import METRICS_FILE
+from vit.extras.loggers.wandb_logger import WandbProcess
+from vit.loggers.record import Record, wandb_mode
+from vit.run_folder.paths import METRICS_FILE
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 
@@ -129,7 +130,7 @@ def one_run(
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
     record.write("start", max(steps.start - 1, 0), restarts=restarts)
     began = time.monotonic()
-    record.start_wandb()
+    record.start_loggers([WandbProcess] if wandb_mode(setting) != "off" else [])
     spent_s = time.monotonic() - began
     for step in steps:
         record.write("train", step, loss=1 / (step + 1), note="text", grad_norm=float("nan"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vit.config.io import load_config
+from vit.data.open_data import INDEXED_SHARDS
 from vit.distributed.process_group import World
 from vit.extras.planner.forecast import make_forecast
 from vit.hooks.needs import disk_needs
@@ -38,7 +39,7 @@ eval: {{batch_size: 5}}
 """)
     config = load_config(path, list(settings))
     planned = make_forecast(config, 1, find_gpu("H200")).host_memory
-    data = open_data(config, World(0, 1, torch.device("cpu")))
+    data = open_data(config, World(0, 1, torch.device("cpu")), INDEXED_SHARDS)
     on_gpu = World(0, 1, torch.device("cuda", 0))
     batches = (data.batches, data.eval_batches)
     saved_bytes = disk_needs(config, data.plan, data.num_classes).checkpoint_bytes

@@ -13,9 +13,9 @@ import yaml
 from error_rows import Row, pattern_of, rows, snapshot
 from processes import run_here
 
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.extras.recipes.summary import yaml_text
 from vit.train import train
 

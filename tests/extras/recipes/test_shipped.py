@@ -15,9 +15,9 @@ import torch
 import yaml
 from processes import metrics
 
+from vit.compose import build_run
 from vit.config.io import load_config, load_with_origins, recipe_name, to_dict
 from vit.distributed.process_group import World
-from vit.extras.compose import build_run
 from vit.system.gpus import find_gpu
 from vit.train import train
 

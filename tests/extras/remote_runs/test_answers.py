@@ -10,7 +10,8 @@ import boto3
 import pytest
 
 from vit.data.storage.object_store import ObjectStore
-from vit.extras.remote_runs.lease import LEASE_FILE, Lease
+from vit.extras.remote_runs.lease import Lease
+from vit.run_folder.copying import LEASE_FILE
 from vit.system.retry import RetryPolicy
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from vit.data.storage.object_store import ObjectStore
-from vit.extras.remote_runs.lease import LEASE_FILE, Lease, LeaseLost
+from vit.extras.remote_runs.lease import Lease, LeaseLost
+from vit.run_folder.copying import LEASE_FILE
 from vit.system.retry import RetryPolicy
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.run_folder import mount_note
+from vit.run_folder.lock import mount_note
 
 
 @pytest.mark.parametrize(

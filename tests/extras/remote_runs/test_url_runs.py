@@ -23,10 +23,9 @@ from servers import forget_clients
 
 from vit.checkpoint.checkpoint import newest_checkpoint
 from vit.data.storage.object_store import ObjectStore
-from vit.extras.remote_runs.copying import parts_in, read_record
-from vit.extras.remote_runs.place import store_at
-from vit.extras.remote_runs.reading import local_run
 from vit.loggers.lines import read_metrics
+from vit.run_folder.copying import parts_in, read_record, store_at
+from vit.run_folder.reading import local_run
 
 STEPS = 24
 LEASE_S = 2.0

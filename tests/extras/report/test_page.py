@@ -30,7 +30,8 @@ from vit.extras.report import facts, model_figures
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.page import make_report, write_page
 from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
-from vit.run_folder import is_in_use, mark_stopped
+from vit.run_folder.lock import is_in_use
+from vit.run_folder.paths import mark_stopped
 from vit.training.metrics import interval95
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ import wandb
 from error_rows import Row, pattern_of, rows, snapshot
 from processes import TINY, run, run_here, write_config
 
-from vit.run_folder import LOCK_FILE
+from vit.run_folder.paths import LOCK_FILE
 from vit.system.files import WeightsError
 from vit.weights.files import read_weights
 

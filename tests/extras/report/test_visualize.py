@@ -108,6 +108,14 @@ def test_prints_the_shapes_for_a_run_config_or_name(word, base, tmp_path, capfd)
 
 
 @needs("planner")
+def test_the_shapes_of_a_model_by_name_are_those_of_timm(capfd):
+    printed = visualized(capfd, "shapes", "vit_h14", "--image-size", 196, 294)
+    assert "patch_embed" in printed
+    assert "(B, 295, 1280)" in printed
+    assert "632,094,440 parameters" in printed
+
+
+@needs("planner")
 def test_costs_of_each_layer(base, capfd):
     printed = visualized(capfd, "summary", base)
     number = printed.partition(" parameters, ")[0].split()[-1]
@@ -122,6 +130,9 @@ def test_costs_of_each_layer(base, capfd):
         (["attention", "RUN", "--out", "a.gif"], "one of the suffixes png, pdf, svg"),
         (["attention", "RUN", "--image", "nowhere.jpg"], "nowhere.jpg: no such file or folder"),
         (["distance", "RUN", "--samples", "0"], "--samples 0: expected a positive number"),
+        pytest.param(
+            ["shapes", "vit_b17"], "the nearest that work are 221", marks=needs("planner")
+        ),
         pytest.param(["summary", "vit_b"], "unknown model 'vit_b'", marks=needs("planner")),
         (["confusion", "nowhere"], "nowhere: not a run folder"),
         (["filtres", "RUN"], r"invalid choice: 'filtres' .*\(did you mean filters"),

@@ -27,7 +27,7 @@ from processes import REPOSITORY, TINY, Background, command, environment
 from safetensors.torch import load_file
 
 from vit.checkpoint.checkpoint import newest_checkpoint
-from vit.run_folder import sealed
+from vit.checkpoint.seal import sealed
 
 scenario = Scenarios()
 

@@ -215,9 +215,8 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f" {shlex.quote(str(root))}`, otherwise rerun the command that writes them"
         )
     # data_prep refuses to write shards next to the images, so suggest another folder.
-    command = shlex.join(
-        ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
-    )
+    quoted, out = (shlex.quote(f"{root}{suffix}") for suffix in ("", "_shards"))
+    command = f"python -m data_prep.imagefolder {quoted} --out {out}"
     raise ShardError(
         f"{root}: no _info.json and no shards; if the folder contains one folder of images per"
         f" class, make shards with `{command}`"

@@ -13,24 +13,26 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vit.config.schema import Config, LogConfig
+from vit.feature import Parts
+from vit.loggers.lines import numbers_of, read_metrics
+from vit.run_folder.paths import METRICS_FILE
+
+
+def parts(config: Config) -> Parts:
+    """Return the parts of a run that TensorBoard displays."""
+    return Parts(create_loggers=(TensorboardView,))
+
 
 class TensorboardView:
-    """Displays numbers and pictures in TensorBoard. No method raises an error.
+    """Displays numbers and pictures in TensorBoard. See `Logger`."""
 
-    lines: (step, time in seconds, {name: number}) of existing lines. log_line: prints a line.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        lines: Iterable[tuple[int, float, dict[str, float]]],
-        log_line: Callable[[str], None],
-    ):
+    def __init__(self, run_dir: Path, config: LogConfig, log_line: Callable[[str], None]):
         self._log = log_line
         self._writer: Any = None
         try:
@@ -42,8 +44,8 @@ class TensorboardView:
             # purge_step writes the purge mark. Without a limit on the queue, training never waits
             # for the disk.
             self._writer = SummaryWriter(folder, purge_step=0, max_queue=0, flush_secs=2)
-            for line in lines:
-                self.send(*line)
+            for line in read_metrics(run_dir / METRICS_FILE):
+                self.send(line["step"], line["time"], numbers_of(line))
             self._do("flush")
             for path in before if self._writer is not None else ():
                 # A TensorBoard that reads this file would wait forever if it were removed, so empty
@@ -58,13 +60,16 @@ class TensorboardView:
         except Exception as error:
             self._stop(error)
 
+    def poll(self) -> None:
+        """Do nothing, because TensorBoard has no messages."""
+
     def send(self, step: int, time_s: float, numbers: dict[str, float]) -> None:
-        """Show `numbers`, keyed by name, at `step`."""
+        """See `Logger`."""
         for name, value in numbers.items():
             self._do("add_scalar", name, value, step, time_s)
 
     def send_pictures(self, step: int, pictures: dict[str, Path]) -> None:
-        """Show PNG files, keyed by name."""
+        """See `Logger`."""
         import numpy as np
         from PIL import Image
 
@@ -76,7 +81,10 @@ class TensorboardView:
             else:
                 self._do("add_image", name, pixels, step, None, "HWC")
 
-    def close(self) -> None:
+    def send_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Do nothing, because TensorBoard has no tables."""
+
+    def close(self, outcome: str) -> None:
         """Write all remaining numbers, and close the file."""
         self._do("close")
 

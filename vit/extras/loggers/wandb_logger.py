@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from vit.config.schema import Config, LogConfig
 from vit.extras.loggers import wandb_process
 from vit.extras.loggers.wandb_process import (
     END_FILE,
@@ -36,6 +37,8 @@ from vit.extras.loggers.wandb_process import (
     children_of,
     remedy,
 )
+from vit.feature import Parts
+from vit.loggers.record import wandb_mode
 from vit.system.files import replacing
 
 OPEN_S = 10.0
@@ -47,21 +50,27 @@ ANNOUNCE_S = 6.0
 SCRIPT = wandb_process.__file__
 
 
-class WandbProcess:
-    """The W&B process, as used by training. No method raises an error, and only `close` waits.
+def parts(config: Config) -> Parts:
+    """Return the parts of a run that W&B displays."""
+    return Parts(create_loggers=(WandbProcess,))
 
-    mode: online or offline. log_line: prints a line. Call `poll` regularly to print the lines of
-    the W&B process.
+
+class WandbProcess:
+    """The W&B process, as used by training. See `Logger`.
+
+    A resumed run continues the same W&B run. Training does not wait for W&B; a later line reports
+    whether it works.
     """
 
-    def __init__(self, run_dir: Path, mode: str, log_line: Callable[[str], None]):
+    def __init__(self, run_dir: Path, config: LogConfig, log_line: Callable[[str], None]):
+        mode = wandb_mode(config.wandb)
         self._run_dir = run_dir
         self._folder = run_dir / "wandb"
         self._mode = mode
         self._print = log_line
         self._process: subprocess.Popen[bytes] | None = None
         self._opened_at = time.monotonic() if mode == "offline" else None
-        self._is_complete = False
+        self.is_complete = False
         self._end: dict[str, Any] = {"pictures": {}, "tables": {}}
         if mode == "online":
             with self._reporting_os_errors():
@@ -125,25 +134,29 @@ class WandbProcess:
             self._log(line)
         if status in (0, REPORTED):
             self._process = None
-            self._is_complete = status == 0
+            self.is_complete = status == 0
         elif status is not None:
             self._stop(f"its process ended with status {status}: see wandb/console.log")
 
-    def add_pictures(self, pictures: dict[str, Path]) -> None:
+    def send(self, step: int, time_s: float, numbers: dict[str, float]) -> None:
+        """Do nothing, because the process reads metrics.jsonl itself."""
+
+    def send_pictures(self, step: int, pictures: dict[str, Path]) -> None:
         """Show PNG files, keyed by name, when the run ends."""
         self._end["pictures"] |= {name: str(path) for name, path in pictures.items()}
 
-    def add_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+    def send_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Show a table when the run ends."""
         self._end["tables"][name] = {"columns": columns, "data": rows}
 
-    def close(self, failed: bool = False, stopped: bool = False, open_s: float = OPEN_S) -> bool:
-        """Wait until everything is uploaded or on disk, and return whether this succeeded.
+    def close(self, outcome: str, open_s: float = OPEN_S) -> None:
+        """Wait until everything is uploaded or on disk. `is_complete` tells whether this succeeded.
 
-        stopped: a signal ended the run, so the upload takes at most `STOPPED_S`. open_s: the
-        maximum time to wait for the run to open. The time for the upload starts after that.
+        outcome: see `Logger`. After a signal (`stopped`), the upload takes at most `STOPPED_S`.
+        open_s: the maximum time to wait for the run to open. The time for the upload starts after
+        that.
         """
-        text = json.dumps({**self._end, "failed": failed}, default=_plain)
+        text = json.dumps({**self._end, "failed": outcome == "error"}, default=_plain)
         with self._reporting_os_errors():
             self._folder.mkdir(exist_ok=True)
             with replacing(self._folder / END_FILE) as file:
@@ -151,7 +164,7 @@ class WandbProcess:
             if self._mode == "offline":
                 self._launch()
         closed_at = time.monotonic()
-        upload_s = STOPPED_S[self._mode] if stopped else FINISH_S
+        upload_s = STOPPED_S[self._mode] if outcome == "stopped" else FINISH_S
         is_announced = False
         try:
             while self._process is not None:
@@ -175,7 +188,6 @@ class WandbProcess:
         except KeyboardInterrupt:
             self._stop("interrupted")
             raise
-        return self._is_complete
 
 
 def _plain(value: Any) -> Any:

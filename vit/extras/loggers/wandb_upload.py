@@ -11,11 +11,12 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from vit.config.schema import LogConfig
 from vit.extras.loggers.wandb_logger import OPEN_S, WandbProcess
 from vit.extras.loggers.wandb_process import INIT_S
 from vit.loggers.lines import numbers_of, read_metrics
 from vit.loggers.record import wandb_mode
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 
 
 class ToWandb:
@@ -27,8 +28,7 @@ class ToWandb:
     def __init__(self, run_dir: Path, is_in_use: bool):
         if importlib.util.find_spec("wandb") is None:
             raise ValueError("--to-wandb: wandb is not installed: pip install wandb")
-        self._mode = wandb_mode("auto")
-        if self._mode == "off":
+        if wandb_mode("auto") == "off":
             raise ValueError("--to-wandb: WANDB_MODE=disabled switches W&B off: unset it")
         if is_in_use:
             raise ValueError(
@@ -44,8 +44,10 @@ class ToWandb:
 
         Raises ValueError if W&B has not received everything.
         """
-        process = WandbProcess(self._run_dir, self._mode, log_line)
-        process.add_pictures({f"report/{name}": path for name, path in pictures.items()})
-        failed = self._lines[-1].get("outcome") == "error"
-        if not process.close(failed=failed, open_s=INIT_S + OPEN_S):
+        process = WandbProcess(self._run_dir, LogConfig(wandb="auto"), log_line)
+        last = self._lines[-1]
+        named = {f"report/{name}": path for name, path in pictures.items()}
+        process.send_pictures(last["step"], named)
+        process.close(last.get("outcome", ""), open_s=INIT_S + OPEN_S)
+        if not process.is_complete:
             raise ValueError("--to-wandb: W&B did not receive everything: see the previous line")

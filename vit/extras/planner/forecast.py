@@ -16,24 +16,20 @@ from typing import Any
 
 import torch
 
-from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.data.augment.table import table_layout
 from vit.data.batches import BatchLayout, row_unit
 from vit.data.image_format import ImageFormat
-from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
-from vit.data.shards.split_slice import parse_name, part_size
+from vit.extras.planner.data_size import DataSize, size_and_plan
 from vit.extras.planner.memory import StepMemory, step_memory
 from vit.extras.planner.roofline import UPDATE_BYTES, Work, forward_work, seconds, training_work
 from vit.extras.planner.speed import RESULTS, EndToEnd, Speed, choose_speed, end_to_end
 from vit.hooks.needs import DiskNeeds, HostMemory, Load, disk_needs, host_memory
-from vit.system.files import ShardError
 from vit.system.gpus import Gpu
 from vit.system.meter import GIB
 from vit.training.freeze import create_trained_model
 from vit.training.mfu import train_flops_per_image
-from vit.training.plan import Plan, create_order, make_plan, micro_batch_sizes
-from vit.training.print_config import IMAGENET_IMAGES
+from vit.training.plan import Plan, create_order, micro_batch_sizes
 from vit.training.run_data import with_precision
 from vit.training.teacher import find_teacher
 
@@ -48,22 +44,8 @@ IMAGES_PER_CORE_S = 1034
 (benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
 SHARD_BYTES_PER_IMAGE = 122_000
 """The average size of a stored image. ImageNet's shards take 156 GB (docs/data.md)."""
-IMAGENET_VAL_IMAGES = 50_000
 GPUS_PER_HOST = 8
 """The assumed number of GPUs per host, between which the network is not a limit."""
-
-
-@dataclass(frozen=True)
-class DataSize:
-    """The dataset sizes that a forecast uses."""
-
-    num_classes: int
-    num_val_images: int
-    num_images: int
-    further_images: tuple[int, ...]
-    """The number of images in each additional split in `eval.sets`."""
-    assumed: str
-    """The reason why ImageNet-1k's sizes are assumed, or "" if the data was opened."""
 
 
 @dataclass(frozen=True)
@@ -307,30 +289,3 @@ def _train_work(config: Config, plan: Plan, model: Any, image_size: tuple[int, i
     every = config.train.activation_checkpointing  # "none", "block", or every n-th block
     recomputed = {"none": 0.0, "block": 1.0}[every] if isinstance(every, str) else 1 / every
     return training_work(*forward_work(model, size, image_size), recomputed)
-
-
-def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
-    """Return the data sizes and the plan. If the data is missing, ImageNet-1k is assumed."""
-    places = config.eval.further_places(config.data.root, config.data.val_split)
-    at_once = with_settings(config, {"loader.patience_s": 0.0})
-    try:
-        val_split = open_split(at_once, config.data.val_split)
-        splits = open_train_splits(at_once)
-        further = [open_split(at_once, split, root=root) for root, split in places]
-    except ShardError as error:
-        images = config.stream.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
-        plan, _ = make_plan(config, images, num_gpus)
-        classes = config.model.num_classes or 1000
-        trained = parse_name(config.data.train_split).split
-        assumed = tuple(
-            part_size(split, IMAGENET_IMAGES)
-            if parse_name(split).split == trained
-            else IMAGENET_VAL_IMAGES
-            for _, split in places
-        )
-        return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
-    train = choose_train_set(config, splits, val_split, num_classes=config.model.num_classes)
-    plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
-    classes = choose_num_classes(config.model, config.data, train.split, val_split)
-    further_images = tuple(split.num_samples for split in further)
-    return DataSize(classes, val_split.num_samples, order.num_samples, further_images, ""), plan

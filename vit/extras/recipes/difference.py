@@ -20,7 +20,7 @@ from vit.config.schema import Config
 from vit.extras.recipes.effects import KINDS, effect_of
 from vit.layers.presets import PRESETS
 from vit.model import VisionTransformer
-from vit.run_folder import CONFIG_FILE
+from vit.run_folder.paths import CONFIG_FILE
 
 _IRRELEVANT = (
     "data.root",

@@ -36,8 +36,9 @@ from vit.config.schema import Config
 from vit.data.shards.split import Split
 from vit.distributed.process_group import World
 from vit.extras.recipes.difference import deviations, read_recipe
+from vit.feature import Parts
 from vit.run import Hook, Run
-from vit.run_folder import Place
+from vit.run_folder.place import Place
 from vit.training.plan import Plan
 from vit.training.run_data import Notes, RunData
 
@@ -326,6 +327,11 @@ def _read_recipe(header: Header, label: str) -> Config:
         return read_recipe(path)
     except ValueError as error:
         raise ValueError(f"{label}: header: recipe: {error}") from None
+
+
+def parts(config: Config) -> Parts:
+    """Return the parts of a run that is compared with a published curve."""
+    return Parts(hooks=(ReferenceCurve(),))
 
 
 class ReferenceCurve(Hook):

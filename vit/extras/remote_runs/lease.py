@@ -35,11 +35,10 @@ from dataclasses import replace
 from typing import Any
 
 from vit.data.storage.object_store import ObjectStore
-from vit.extras.remote_runs.place import store_at
-from vit.run_folder import LOCK_WAIT_S
+from vit.run_folder.copying import LEASE_FILE, store_at
+from vit.run_folder.lock import LOCK_WAIT_S
 from vit.system.meter import steady_s
 
-LEASE_FILE = "lease.json"
 RENEWALS = 4
 """The number of renewals per `lease_s` seconds."""
 SETTLE_S = 2.0

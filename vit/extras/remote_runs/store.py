@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -26,12 +27,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from vit.checkpoint.seal import INFO_FILE
 from vit.config.schema import Config
 from vit.data.shards.reader import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.distributed.exit import Interrupted
 from vit.distributed.process_group import World
-from vit.extras.remote_runs.copying import (
+from vit.extras.remote_runs.lease import Lease, LeaseLost, holder_of
+from vit.feature import Parts
+from vit.run_folder.copying import (
     Copy,
     bring,
     bring_checkpoint,
@@ -44,25 +48,22 @@ from vit.extras.remote_runs.copying import (
     parts_in,
     plain_names,
     read_record,
+    store_at,
 )
-from vit.extras.remote_runs.lease import Lease, LeaseLost
-from vit.extras.remote_runs.place import store_at
-from vit.run_folder import (
+from vit.run_folder.lock import RunLock
+from vit.run_folder.paths import (
     CHECKPOINTS,
     CONFIG_FILE,
-    INFO_FILE,
     LATEST_FILE,
     LOCK_FILE,
     METRICS_FILE,
     PREDICTIONS_FILE,
     SAMPLES_FOLDER,
     STOPPED_FILE,
-    Place,
-    RunLock,
     complete_checkpoints,
-    local_folder,
     surplus_checkpoints,
 )
+from vit.run_folder.place import Place, local_folder
 from vit.system.files import replacing
 
 DOWNLOADED = (
@@ -342,6 +343,27 @@ def _identity(folder: Path) -> str:
     except OSError:  # not on Linux: the next job then waits until the lease expires
         boot = os.urandom(8).hex()
     return hashlib.sha256(f"{boot} {status.st_dev} {status.st_ino}".encode()).hexdigest()[:16]
+
+
+def check_place(url: str) -> str:
+    """Write a test file at `url`, remove it, and return what was found.
+
+    Raises ValueError if the store refuses the file or does not answer, or if a job uses the run.
+    Requests are not retried.
+    """
+    store = store_at(url, 0.0)
+    store.try_writing(f".check.{secrets.token_hex(4)}")
+    if holder := holder_of(url):
+        raise ValueError(
+            f"{store}: in use by {holder}, which is running or was killed just now: wait until"
+            " it ends, stop it, or use another run.dir"
+        )
+    return f"{store}: a file can be written and removed"
+
+
+def parts(config: Config) -> Parts:
+    """Return the parts of a run at a URL."""
+    return Parts(open_place=open_place, check_place=check_place)
 
 
 def open_place(config: Config, world: World) -> Place:

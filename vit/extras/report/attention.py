@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit.layers.attention_logits import attention_modules, catching, logits_of
 from vit.layers.parts import grid_size
+from vit.training.attention_logits import attention_modules, catching, logits_of
 
 
 def check_rollout(model: nn.Module) -> tuple[int, int]:

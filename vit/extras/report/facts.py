@@ -23,7 +23,7 @@ from vit.data.image_format import ImageFormat
 from vit.extras.report.history import Attempt, History, median, set_names
 from vit.extras.report.source import ReportSource
 from vit.model import create_model
-from vit.run_folder import CHECKPOINTS, STOPPED_FILE
+from vit.run_folder.paths import CHECKPOINTS, STOPPED_FILE
 from vit.system.meter import duration
 from vit.system.redact import shown
 from vit.training.model_summary import count_parameters, flops_per_image

@@ -12,7 +12,7 @@ import io
 import numpy as np
 
 from vit.extras.report.source import ReportSource
-from vit.run_folder import REPORT_FOLDER
+from vit.run_folder.paths import REPORT_FOLDER
 from vit.system.files import replacing
 
 MISTAKES_FILE = f"{REPORT_FOLDER}/mistakes.csv"

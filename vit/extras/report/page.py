@@ -31,6 +31,7 @@ import torch
 from markupsafe import Markup, escape
 
 from vit.config.base import VAL
+from vit.config.schema import Config
 from vit.distributed.outcome import Outcome
 from vit.extras.report import facts
 from vit.extras.report.curves import plot_panels
@@ -43,8 +44,9 @@ from vit.extras.report.pictures import (
     draw_pictures,
 )
 from vit.extras.report.source import ReportSource, as_sentence
+from vit.feature import Parts
 from vit.run import Hook, Run
-from vit.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
+from vit.run_folder.paths import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import replacing
 from vit.system.meter import duration
 from vit.system.redact import shown
@@ -88,6 +90,11 @@ def make_report(
     """
     pictures = draw_pictures(run_dir, device, on_picture)
     return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
+
+
+def parts(config: Config) -> Parts:
+    """Return the parts of a run that ends with a report."""
+    return Parts(hooks=(ReportHook(),))
 
 
 class ReportHook(Hook):

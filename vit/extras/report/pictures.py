@@ -32,7 +32,7 @@ from vit.extras.report.example_images import pick_images
 from vit.extras.report.history import read_history
 from vit.extras.report.mistakes import write_mistakes
 from vit.extras.report.source import ReportSource, as_sentence
-from vit.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
+from vit.run_folder.paths import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import remove_leftovers
 from vit.training.metrics import predicted_classes
 

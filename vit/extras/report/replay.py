@@ -35,7 +35,7 @@ from vit.distributed.world import leaves_of
 from vit.extras.report.source import ReportSource
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.loggers.lines import read_metrics
-from vit.run_folder import METRICS_FILE
+from vit.run_folder.paths import METRICS_FILE
 from vit.system.drawing import (
     Cell,
     as_colors,

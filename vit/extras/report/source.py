@@ -28,7 +28,7 @@ from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet
 from vit.extras.report.confusion import confusion_matrix
 from vit.model import create_model
-from vit.run_folder import CONFIG_FILE, PREDICTIONS_FILE
+from vit.run_folder.paths import CONFIG_FILE, PREDICTIONS_FILE
 from vit.system.files import WeightsError
 from vit.training.plan import create_order
 from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights

@@ -38,6 +38,7 @@ from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.sources import TrainSet
 from vit.data.storage.http import PIECE_BYTES, WebFile
 from vit.distributed.process_group import World
+from vit.feature import Parts
 from vit.system.files import ShardError
 from vit.system.hashing import fold, hash64
 from vit.system.redact import shown
@@ -100,38 +101,63 @@ def open_stream(
     )
 
 
-def open_train_set(config: Config, val_split: Split, num_classes: int | None) -> TrainSet:
-    """Return the training stream of `config`. See `vit.data.open_data.choose_train_set`."""
-    settings = config.stream
-    assert settings.urls is not None, "the caller checks"
-    assert settings.num_samples is not None, "the schema requires it"
-    names = val_split.class_names
-    layout = SampleLayout(settings.image, settings.label, class_names=tuple(names))
-    stream = open_stream(
-        resolve(settings.urls),
-        num_samples=settings.num_samples,
-        num_classes=max(val_split.num_classes, num_classes or 0),
-        class_names=names,
-        layout=layout,
-        retry=RetryPolicy(config.loader.patience_s),
-    )
-    return TrainSet(stream, settings.num_samples)
+class StreamReader:
+    """Reads `stream.urls`. See `TrainReader`."""
+
+    def open_splits(self, config: Config, world: World | None = None) -> list[Split]:
+        """Return [], because a stream has no random access."""
+        return []
+
+    def choose(
+        self,
+        config: Config,
+        splits: list[Split],
+        val_split: Split,
+        world: World | None = None,
+        num_classes: int | None = None,
+    ) -> TrainSet:
+        """Return the training stream of `config`, with the classes of `val_split`."""
+        settings = config.stream
+        assert settings.urls is not None, "the feature is on"
+        assert settings.num_samples is not None, "the schema requires it"
+        names = val_split.class_names
+        stream = open_stream(
+            resolve(settings.urls),
+            num_samples=settings.num_samples,
+            num_classes=max(val_split.num_classes, num_classes or 0),
+            class_names=names,
+            layout=SampleLayout(settings.image, settings.label, class_names=tuple(names)),
+            retry=RetryPolicy(config.loader.patience_s),
+        )
+        return TrainSet(stream, settings.num_samples)
+
+    def create_batches(
+        self,
+        config: Config,
+        train_set: TrainSet,
+        order: Order,
+        image_format: ImageFormat,
+        world: World,
+        *,
+        rows: range,
+        num_batches: int,
+    ) -> StreamBatches:
+        """See `TrainReader`."""
+        return StreamBatches(
+            train_set.split,
+            order,
+            config.augment,
+            image_format,
+            rank=world.rank,
+            world_size=world.size,
+            num_workers=config.loader.num_workers,
+            on_bad_image=config.loader.on_bad_image,
+        )
 
 
-def create_batches(
-    config: Config, stream: Stream, order: Order, image_format: ImageFormat, world: World
-) -> StreamBatches:
-    """Return the batches of this rank. See `vit.data.open_data.create_train_batches`."""
-    return StreamBatches(
-        stream,
-        order,
-        config.augment,
-        image_format,
-        rank=world.rank,
-        world_size=world.size,
-        num_workers=config.loader.num_workers,
-        on_bad_image=config.loader.on_bad_image,
-    )
+def parts(config: Config) -> Parts:
+    """Return the parts of a run that streams its training images."""
+    return Parts(reader=StreamReader())
 
 
 class _Sample(NamedTuple):

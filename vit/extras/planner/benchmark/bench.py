@@ -60,7 +60,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
             " model.image_size=... schedule.image_sizes=[]"
         )
     if not subject.data.assumed:
-        open_data(config, world)  # report data errors before the measurements begin
+        open_data(config, world, subject.reader)  # report data errors before the measurements begin
     else:
         subject.log(
             f"without data (pass --data ROOT to measure the loader): {subject.data.assumed}"
@@ -327,7 +327,7 @@ def _measure_loading(
             "data.micro_batch_size": row["micro_batch_size"],
         },
     )
-    data = open_data(config, world)
+    data = open_data(config, world, subject.reader)
     with (
         _progress(subject, "loader alone", row["rank_batch_size"]) as alone,
         _progress(subject, "loader and step", row["rank_batch_size"]) as together,

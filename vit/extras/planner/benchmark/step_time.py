@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vit.compose import parts_of
 from vit.config.schema import Config, LoaderConfig
 from vit.create_step import create_train_step
 from vit.data.batches import Batch
 from vit.data.loader import Loader
 from vit.distributed.exit import out_of_memory
 from vit.distributed.process_group import REDUCED_AT_ONCE, World
-from vit.extras.compose import create_reduce_of
 from vit.step import TrainStep
 from vit.system.device_memory import now_s, release_memory
 from vit.training.freeze import create_trained_model
@@ -87,7 +87,7 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
     if (teacher := find_teacher(config, num_classes)) is not None:
         teacher_model, settings = teacher
         objective = Distilled(loss, Teacher(teacher_model.to(world.device), settings, config))
-    create_reduce = create_reduce_of(config)
+    create_reduce = parts_of(config).create_reduce
     step = create_train_step(
         config,
         plan,

@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vit.compose import reader_of
 from vit.config.schema import Config
 from vit.data.augment.draw import draw_mix, draw_table, sample_keys
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch, BatchLayout, write_rows
 from vit.data.image_format import ImageFormat
+from vit.data.open_data import TrainReader
 from vit.distributed.process_group import World
-from vit.extras.planner.forecast import DataSize, size_and_plan
+from vit.extras.planner.data_size import DataSize, size_and_plan
 from vit.system import device_memory
 from vit.system.host import cpu_name
 from vit.training.mfu import Peak, find_peak, measure_peak
@@ -59,6 +61,7 @@ class Subject:
     world: World
     plan: Plan
     data: DataSize
+    reader: TrainReader
     wishes: Wishes
     peak: Peak
     """The peak FLOP/s of each device. The peak of a CPU is measured."""
@@ -114,6 +117,7 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
         world,
         plan=plan,
         data=data,
+        reader=reader_of(config),
         wishes=wishes,
         peak=peak,
         sizes=sizes,

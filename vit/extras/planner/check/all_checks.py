@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from vit.compose import parts_of
 from vit.config.schema import Config
 from vit.distributed.exit import Interrupted, StopSignals
 from vit.distributed.process_group import AlreadyReported, World
@@ -37,9 +38,7 @@ from vit.extras.planner.check.findings import (
 from vit.extras.planner.check.repeated_step import differing, repeat_step
 from vit.extras.planner.check.stages import CheckStage, CheckStages
 from vit.extras.planner.check.trial import Trial
-from vit.system.by_name import load
 from vit.system.meter import Meter
-from vit.system.urls import is_url
 
 REPEATS = 3
 """The number of times that each rank repeats a step, to compare the bits."""
@@ -84,17 +83,12 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
         raise AlreadyReported("the check has failed")
 
 
-def look_at_place(place: str | None, run_dir: Path) -> list[tuple[str, str]]:
+def look_at_place(config: Config, run_dir: Path) -> list[tuple[str, str]]:
     """Test a run's local folder and, if `run.dir` is a URL, the URL."""
     results = storage.look_at_folder(run_dir)
-    if is_url(place):
-        store = load("vit.extras.remote_runs.place:try_store", f"run.dir={place}")(str(place))
-        results.append((Verdict.OK, f"{store}: a file can be written and removed"))
-        if holder := load("vit.extras.remote_runs.lease:holder_of", "run.dir")(str(place)):
-            raise ValueError(
-                f"{store}: in use by {holder}, which is running or was killed just now: wait until"
-                " it ends, stop it, or use another run.dir"
-            )
+    check_place = parts_of(config).check_place
+    if check_place is not None:
+        results.append((Verdict.OK, check_place(str(config.run.dir))))
     return results
 
 
@@ -112,7 +106,7 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
         CheckStage("shards", partial(storage.look_at_shards, config, world), storage.judge_shards),
         CheckStage(
             "run folder",
-            lambda: look_at_place(config.run.dir, run_dir) if world.is_main else None,
+            lambda: look_at_place(config, run_dir) if world.is_main else None,
             partial(judge_main, name="run folder"),
         ),
         CheckStage(

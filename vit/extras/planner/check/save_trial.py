@@ -20,7 +20,7 @@ from vit.extras.planner.check.storage import passing_folder
 from vit.extras.planner.check.trial import Trial
 from vit.hooks.preflight import check_disk
 from vit.layers.parts import grid_size
-from vit.system.by_name import load
+from vit.run_folder.reading import newest_info
 from vit.system.meter import rate_text, size_text
 from vit.system.urls import is_url
 
@@ -36,7 +36,7 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
     # For a run at a URL, only the metadata of each checkpoint is read.
     source: Any = trial.run_dir
     if is_away:
-        source = load("vit.extras.remote_runs.reading:newest_info", f"run.dir={place}")(str(place))
+        source = newest_info(str(place))
     newest = checkpoints.newest_checkpoint(source, verify=False)
     if newest is None:
         lines = ["a new run"]

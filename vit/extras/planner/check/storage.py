@@ -23,7 +23,7 @@ from vit.data.shards.split_slice import parse_name
 from vit.data.storage.opening import RemoteStorage
 from vit.distributed.process_group import World
 from vit.extras.planner.check.findings import Finding, Verdict, few
-from vit.run_folder import is_in_use
+from vit.run_folder.lock import is_in_use
 from vit.system.files import ShardError, flush, locked_folder, remove_leftovers
 from vit.system.host import file_system, is_shared
 from vit.system.meter import GIB, digits, rate_text

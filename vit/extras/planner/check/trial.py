@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from vit.checkpoint import checkpoint as checkpoints
+from vit.compose import parts_of
 from vit.config.schema import Config
 from vit.create_step import create_train_step
 from vit.data.loader import Loader
 from vit.distributed.host_differences import places
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import create_evaluators
-from vit.extras.compose import parts_of
 from vit.extras.planner.check import storage
 from vit.extras.planner.check.findings import Finding, Verdict
 from vit.extras.planner.fitting import naming_what_fits
 from vit.hooks.host_check import HostCheck, check_host
-from vit.run_folder import Place, local_folder
+from vit.run_folder.place import Place, local_folder
 from vit.step import TrainStep
 from vit.system.device_memory import now_s, reset_peak
 from vit.system.device_memory import peak_bytes as measured_peak_bytes
@@ -74,8 +74,8 @@ class Trial:
     def open_data(self) -> dict[str, Any]:
         """Open the data and make the plan as in training. Return host facts for `judge_data`."""
         config, world = self.config, self.world
-        self.data = data = open_data(config, world)
         self._parts = parts_of(config)
+        self.data = data = open_data(config, world, self._parts.reader)
         self._objective = self._parts.create_objective(config, data, world)
         self.facts = {**data.facts, **self._objective.notes.facts}
         for hook in self._parts.hooks:

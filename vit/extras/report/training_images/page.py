@@ -28,7 +28,7 @@ from vit.extras.report.page import page_template, write_html
 from vit.extras.report.source import ReportSource, as_sentence
 from vit.extras.report.training_images.curves import SampleCurves
 from vit.extras.report.training_images.doubles import Duplicates, NearDoubles
-from vit.run_folder import REPORT_FOLDER
+from vit.run_folder.paths import REPORT_FOLDER
 
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
 TABLE_FILE = f"{REPORT_FOLDER}/samples.csv"

@@ -27,15 +27,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vit.checkpoint.seal import INFO_FILE, read_info_file
 from vit.data.shards.reader import Version
 from vit.data.storage.object_store import ObjectStore
-from vit.extras.remote_runs.lease import LEASE_FILE
-from vit.run_folder import CHECKPOINTS, INFO_FILE, METRICS_FILE, read_info_file
+from vit.run_folder.paths import CHECKPOINTS, METRICS_FILE
 from vit.system.files import flush, sha256_of, write_json
 from vit.system.meter import Meter
 from vit.system.redact import shown
-from vit.system.urls import bare
+from vit.system.retry import RetryPolicy
+from vit.system.urls import bare, on_the_web, resolve
 
+LEASE_FILE = "lease.json"
 COPY_FILE = ".copy_of.json"
 RECORD_FOLDER = "record"
 NUM_THREADS = 8
@@ -44,6 +46,21 @@ ONLY_HERE = (CHECKPOINTS, METRICS_FILE, "wandb", LEASE_FILE)
 a different format at the URL, and W&B syncs its own files (docs/resume.md)."""
 NUM_DOWNLOADS = 2
 """The number of download attempts for a checkpoint whose sha256 does not match."""
+
+
+def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectStore:
+    """Return the store at `url`, which may contain environment variables as `${NAME}`.
+
+    setting: the setting or flag with the URL, for messages. Raises ValueError for a web server,
+    which is read-only.
+    """
+    resolved = resolve(url)
+    if on_the_web(resolved):
+        raise ValueError(
+            f"{setting}{shown(url)}: a web server cannot store runs: pass a folder, or a store's"
+            " URL, such as s3://bucket/runs/name"
+        )
+    return ObjectStore(resolved, RetryPolicy(patience_s))
 
 
 class Copy:

@@ -19,10 +19,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from vit.checkpoint.seal import INFO_FILE
 from vit.data.shards.reader import Version
 from vit.data.storage.http import Refused
 from vit.data.storage.object_store import ObjectStore
-from vit.extras.remote_runs.copying import (
+from vit.run_folder.copying import (
+    LEASE_FILE,
     Copy,
     bring,
     bring_checkpoint,
@@ -32,18 +34,12 @@ from vit.extras.remote_runs.copying import (
     plain_names,
     read_record,
     remove_stale_checkpoints,
+    store_at,
 )
-from vit.extras.remote_runs.lease import LEASE_FILE
-from vit.extras.remote_runs.place import store_at
-from vit.run_folder import (
-    CHECKPOINTS,
-    INFO_FILE,
-    METRICS_FILE,
-    REPORT_FOLDER,
-    cache_of,
-    weights_file,
-)
+from vit.run_folder.paths import CHECKPOINTS, METRICS_FILE, REPORT_FOLDER, weights_file
+from vit.run_folder.place import cache_of
 from vit.system.files import replacing
+from vit.system.urls import is_url
 
 PATIENCE_S = 60.0
 """The maximum time to retry if a store does not answer. The timeout is short because a user is
@@ -58,6 +54,14 @@ READ = (
     "wandb_id",
 )
 OF_WEIGHTS = ("weights/last", "weights/config.json")
+
+
+def local_copy(run: object, only_weights: bool = False) -> Path:
+    """Return `run` if it is a path. If it is a URL, download the run and return the local folder.
+
+    only_weights: download only weights and metrics.jsonl. Raises the errors of `local_run`.
+    """
+    return local_run(str(run), only_weights) if is_url(run) else Path(str(run))
 
 
 def local_run(url: str, only_weights: bool = False) -> Path:

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
-"""Modules whose `Attention` class computes plain softmax(q k / sqrt(dim)): `vit.model` and two in
-timm, which has moved the class. Other attention classes in timm add position biases, rotate queries
+from vit.model import Attention
+
+PLAIN_ATTENTION = (Attention.__module__, "timm.layers.attention", "timm.models.vision_transformer")
+"""Modules whose `Attention` class computes plain softmax(q k / sqrt(dim)): ours and two in timm,
+which has moved the class. Other attention classes in timm add position biases, rotate queries
 and keys, or attend within windows."""
 
 

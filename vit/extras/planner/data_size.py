@@ -1,0 +1,57 @@
+"""Find the number of images and classes for a forecast, from the data or as in ImageNet-1k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vit.compose import reader_of
+from vit.config.io import with_settings
+from vit.config.schema import Config
+from vit.data.open_data import choose_num_classes, open_split
+from vit.data.shards.split_slice import parse_name, part_size
+from vit.system.files import ShardError
+from vit.training.plan import Plan, make_plan
+from vit.training.print_config import IMAGENET_IMAGES
+
+IMAGENET_VAL_IMAGES = 50_000
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """The dataset sizes that a forecast uses."""
+
+    num_classes: int
+    num_val_images: int
+    num_images: int
+    further_images: tuple[int, ...]
+    """The number of images in each additional split in `eval.sets`."""
+    assumed: str
+    """The reason why ImageNet-1k's sizes are assumed, or "" if the data was opened."""
+
+
+def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
+    """Return the data sizes and the plan. If the data is missing, ImageNet-1k is assumed."""
+    places = config.eval.further_places(config.data.root, config.data.val_split)
+    at_once = with_settings(config, {"loader.patience_s": 0.0})
+    reader = reader_of(config)
+    try:
+        val_split = open_split(at_once, config.data.val_split)
+        splits = reader.open_splits(at_once)
+        further = [open_split(at_once, split, root=root) for root, split in places]
+    except ShardError as error:
+        images = config.stream.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
+        plan, _ = make_plan(config, images, num_gpus)
+        classes = config.model.num_classes or 1000
+        trained = parse_name(config.data.train_split).split
+        assumed = tuple(
+            part_size(split, IMAGENET_IMAGES)
+            if parse_name(split).split == trained
+            else IMAGENET_VAL_IMAGES
+            for _, split in places
+        )
+        return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
+    train = reader.choose(config, splits, val_split, num_classes=config.model.num_classes)
+    plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
+    classes = choose_num_classes(config.model, config.data, train.split, val_split)
+    further_images = tuple(split.num_samples for split in further)
+    return DataSize(classes, val_split.num_samples, order.num_samples, further_images, ""), plan

@@ -1,0 +1,22 @@
+"""Turn a missing optional package of this project into an error for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def needed_for(purpose: str) -> Iterator[None]:
+    """Raise ValueError if an import in the block finds that a folder of `vit` was deleted.
+
+    purpose: the setting, flag or address that needs the folder, for the message.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing.startswith("vit."):
+            raise
+        folder = missing.replace(".", "/")
+        raise ValueError(f"{purpose} needs {folder}, which is not installed") from None
