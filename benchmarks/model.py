@@ -29,7 +29,7 @@ from torch import nn
 
 from vit.layers.precision import AUTOCAST_DTYPE, autocast
 from vit.model import create_model
-from vit.training.compiling import compile_blocks
+from vit.start.compiling import compile_blocks
 from vit.training.model_summary import count_parameters, flops_per_image
 
 NUM_CLASSES = 1000

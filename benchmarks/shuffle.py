@@ -22,7 +22,7 @@ import webdataset
 from numpy.typing import NDArray
 
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, make_order
-from vit.data.shuffle_quality import PERFECT_DISTANCE, ShuffleQuality, measure_shuffle, quality_of
+from vit.start.shuffle_quality import PERFECT_DISTANCE, ShuffleQuality, measure_shuffle, quality_of
 
 BUFFERS = (1000, 5000)
 

@@ -55,9 +55,9 @@ from vit.finetune import finetune
 from vit.run_folder.paths import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.system.optional import needed_for
-from vit.training.initial_weights import read_once
 from vit.weights.class_names import check_head
 from vit.weights.files import LoadedWeights, read_weights
+from vit.weights.on_ranks import read_once
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
 

@@ -48,7 +48,7 @@ def main() -> World | None:
         if is_main_process():
             # Only these two flags need these modules, which take a second to import.
             from vit.config.reference import settings
-            from vit.training.print_config import describe
+            from vit.start.print_config import describe
 
             sentences = None
             if args.verbose:

@@ -18,14 +18,14 @@ import vit.compose
 from vit.build import build
 from vit.config.io import from_dict, load_config
 from vit.config.schema import ModelConfig
-from vit.data.shuffle_quality import measure_shuffle
 from vit.distributed.exit import Interrupted
 from vit.distributed.process_group import World
-from vit.hooks import start_record
 from vit.model import create_model
 from vit.run import Run
+from vit.start import start_record
+from vit.start.initial_weights import load_initial_weights
+from vit.start.shuffle_quality import measure_shuffle
 from vit.system.files import WeightsError
-from vit.training.initial_weights import load_initial_weights
 
 ALONE = World(0, 1, torch.device("cpu"))
 

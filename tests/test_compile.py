@@ -19,8 +19,8 @@ from vit.layers.image_sizes import take_sizes
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
+from vit.start.compiling import checkpoint_activations, compile_blocks
 from vit.step import TrainStep
-from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 27

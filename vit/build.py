@@ -20,25 +20,25 @@ from vit.checkpoint.resume import (
     fit_state,
     rate_notes,
     settings_for_start,
+    settings_of_step,
 )
 from vit.checkpoint.saver import Saver
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.config.schema import Config
-from vit.create_step import create_train_step
 from vit.distributed.exit import Interrupted, StopSignals
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import create_evaluators
 from vit.feature import Parts
-from vit.hooks.start_record import start_record
 from vit.layers.init import undrawn
 from vit.layers.parts import grid_size
 from vit.loggers.record import StartTimes
 from vit.run import Run
 from vit.run_folder.lock import RunLock
 from vit.run_folder.place import Place
+from vit.start.create_step import create_train_step
+from vit.start.start_record import start_record
 from vit.training.freeze import create_trained_model
-from vit.training.plan import Plan
 from vit.training.run_data import as_trained, open_data
 
 
@@ -109,7 +109,7 @@ def _build(
 
     # 4. The training step and the evaluators.
     train_step = create_train_step(
-        _config_of_step(config, newest, data.plan),
+        settings_of_step(config, newest, data.plan),
         plan=data.plan,
         num_classes=data.num_classes,
         model=model,
@@ -159,12 +159,3 @@ def _build(
         signals=signals,
         start_times=times,
     )
-
-
-def _config_of_step(
-    config: Config, newest: checkpoints.FoundCheckpoint | None, plan: Plan
-) -> Config:
-    """Return `config`, with compilation turned off if the run has already finished all steps."""
-    if newest is None or not checkpoints.state_of(newest.info).is_over(plan):
-        return config
-    return config_io.with_settings(config, {"train.compile": False})

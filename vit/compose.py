@@ -23,15 +23,15 @@ from vit.distributed.watchdog import collective_timeout
 from vit.feature import Feature, Parts, combine
 from vit.hooks.exact_over_ranks import ExactFacts, exact_over_ranks
 from vit.hooks.guard import GuardHook
-from vit.hooks.host_check import HostCheck
 from vit.hooks.order_check import OrderHook
 from vit.hooks.sample_losses import SamplesHook
 from vit.loggers.record import wandb_mode
 from vit.run import Hook, Run
+from vit.start.host_check import HostCheck
+from vit.start.initial_weights import load_initial_weights
 from vit.system.optional import needed_for
 from vit.system.urls import is_url
 from vit.train import train
-from vit.training.initial_weights import load_initial_weights
 from vit.training.teacher import distilled
 
 

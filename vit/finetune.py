@@ -27,9 +27,9 @@ from vit.run_folder.reading import newest_info
 from vit.system.redact import shown
 from vit.system.urls import is_url
 from vit.train import train
-from vit.training.initial_weights import read_once
 from vit.training.metrics import paired_difference
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
+from vit.weights.on_ranks import read_once
 
 VIEW_KEYS = ("crop_pct", "crop_mode", "resizer")
 """The settings in `eval` that depend on the image size."""

@@ -14,10 +14,10 @@ from vit.checkpoint.checkpoint import mark_interrupted
 from vit.data.loader import Loader
 from vit.distributed.exit import Interrupted
 from vit.distributed.outcome import Outcome
-from vit.hooks.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
-from vit.hooks.validate import evaluate
+from vit.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
 from vit.run import Run
 from vit.run_folder.paths import STOPPED_FILE, mark_stopped
+from vit.validate import evaluate
 
 
 def train(run: Run) -> Outcome:

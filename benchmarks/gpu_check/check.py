@@ -28,11 +28,11 @@ import levers
 import torch
 from gpu_check_lines import Line, run_part
 
+from vit.distributed.devices import find_devices
 from vit.distributed.exit import Interrupted, run_command
 from vit.distributed.process_group import join_world
 from vit.extras.planner.benchmark.certificate import check_writable, write_promises, write_results
 from vit.system.command_line import Parser
-from vit.system.devices import find_devices
 from vit.system.gpus import find_device
 from vit.system.host import cpu_name
 

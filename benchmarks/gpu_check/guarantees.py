@@ -26,12 +26,12 @@ from vit.data.loader import Loader
 from vit.distributed.process_group import World, make_deterministic
 from vit.extras.planner.benchmark.step_time import create_step, run_steps, time_step
 from vit.extras.planner.benchmark.subject import synthetic_batches
+from vit.extras.planner.device_memory import bytes_in_use, reset_peak
+from vit.extras.planner.device_memory import peak_bytes as measured_peak_bytes
 from vit.extras.planner.memory import step_memory
+from vit.start.print_config import IMAGENET_IMAGES
 from vit.step import TrainStep
-from vit.system.device_memory import bytes_in_use, reset_peak
-from vit.system.device_memory import peak_bytes as measured_peak_bytes
 from vit.training.plan import make_plan
-from vit.training.print_config import IMAGENET_IMAGES
 from vit.training.run_data import choose_settings
 
 CLASSES = 10

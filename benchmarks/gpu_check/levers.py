@@ -28,11 +28,11 @@ from sklearn.datasets import load_digits
 from vit.config.schema import Config
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, now_s
 from vit.extras.planner.benchmark.step_time import create_step
-from vit.system.device_memory import now_s, peak_bytes, release_memory, reset_peak
+from vit.extras.planner.device_memory import peak_bytes, release_memory, reset_peak
+from vit.start.print_config import IMAGENET_IMAGES
 from vit.training.plan import make_plan
-from vit.training.print_config import IMAGENET_IMAGES
 from vit.training.step_result import StepResult
 
 NUM_STEPS = 200

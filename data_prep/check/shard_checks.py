@@ -37,9 +37,9 @@ from vit.data.shards.tar import (
     scan_sample,
     scan_tar,
 )
+from vit.data.shards.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError, sha256_of
-from vit.system.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes per sample

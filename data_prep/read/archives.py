@@ -28,10 +28,11 @@ import numpy as np
 
 from data_prep.errors import PrepError, readable
 from data_prep.write.samples import Sample, descriptor, read_range
+from vit.data.decode.content import describe_content
 from vit.data.decode.image_files import MAX_IMAGE_BYTES
+from vit.data.shards.tar_walk import FILE, FOLDER, TarDamaged, TarMember, pread, walk
 from vit.system.files import replacing
 from vit.system.meter import Meter
-from vit.system.tar_walk import FILE, FOLDER, TarDamaged, TarMember, describe_content, pread, walk
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
 """The exceptions that damaged compressed data may raise."""

@@ -40,7 +40,7 @@ from data_prep.read.image_tree import listed
 from data_prep.read.split_names import SPLIT_WORDS
 from data_prep.write.catalog import Builder
 from data_prep.write.samples import Sample
-from vit.system.tar_walk import describe_content
+from vit.data.decode.content import describe_content
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
 IMAGE = re.compile(

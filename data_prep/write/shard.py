@@ -32,8 +32,8 @@ from data_prep.write.output import Output
 from data_prep.write.samples import Sample, descriptor
 from vit.data.shards import info_file
 from vit.data.shards.tar import Member, ScannedSample, crc32c, index_rows, scan_tar, write_idx
+from vit.data.shards.tar_walk import TAR_BLOCK
 from vit.system.files import replacing
-from vit.system.tar_walk import TAR_BLOCK
 
 BUFFER_BYTES = 2 << 20
 """The number of bytes per write, which fit in a core's cache."""

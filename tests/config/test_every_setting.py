@@ -54,7 +54,7 @@ ONLY_WHERE_OR_HOW_FAST = {
     "loader.num_workers": "which processes make the batches",
     "loader.stall_timeout_s": "how long a worker is waited for",
     "train.device": "where it is computed; a machine without GPUs has one choice",
-    "train.attention": "which kernel computes attention (tests/training/test_attention.py)",
+    "train.attention": "which kernel computes attention (tests/start/test_attention.py)",
     "train.compile": "how fast; a compilation takes seconds (tests/test_compile.py)",
     "train.deterministic": "which kernels GPUs use; CPUs have no others (tests/extras/planner/gpu)",
     "eval.batch_size": "how many images are evaluated at once",

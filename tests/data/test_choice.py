@@ -13,8 +13,8 @@ from processes import TINY, Background, final_state, run, train
 
 from vit.config.io import load_with_origins
 from vit.data.storage.opening import open_split
+from vit.start.print_config import describe
 from vit.system.files import ShardError
-from vit.training.print_config import describe
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from proc import is_alive, stat_of, state_of
 
 from vit.data.batches import Batch
 from vit.data.loader import Loader
+from vit.data.stages import Stage
 from vit.data.worker_pool import WorkerError
-from vit.system.stages import Stage
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

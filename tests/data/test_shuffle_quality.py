@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 
 from vit.data.order import make_order
-from vit.data.shuffle_quality import PERFECT_DISTANCE, measure_shuffle, quality_of
+from vit.start.shuffle_quality import PERFECT_DISTANCE, measure_shuffle, quality_of
 
 SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle.py"))
 # The tests use blocks of 64 samples, which require a large dataset.

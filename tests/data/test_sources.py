@@ -23,9 +23,9 @@ from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import Share, make_order, shares_of
 from vit.data.shards.split_slice import SplitSlice
-from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import train_set_of, train_set_of_sources
 from vit.data.storage.opening import open_split
+from vit.start.shuffle_quality import measure_shuffle
 from vit.system.files import ShardError
 
 

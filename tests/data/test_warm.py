@@ -20,7 +20,7 @@ from vit.data.order import make_order
 from vit.data.storage import cached_tars
 from vit.data.storage.block_cache import GIB
 from vit.data.storage.opening import open_split
-from vit.hooks.preflight import filling_notes
+from vit.start.preflight import filling_notes
 from vit.training.plan import Plan
 
 
@@ -188,7 +188,7 @@ def test_wrong_arguments_are_reported_in_one_line(arguments, message, shards, tm
 
 
 def test_a_run_with_an_empty_cache_reports_the_amount_to_fetch(web, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.hooks.preflight.MISSING_BYTES", 10_000)
+    monkeypatch.setattr("vit.start.preflight.MISSING_BYTES", 10_000)
     split = open_split(f"{web.url}/set", "train", tmp_path / "cache")
     batches = TrainBatches(
         split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear")

@@ -21,17 +21,16 @@ from proc import is_alive, state_of
 from processes import REPOSITORY, environment
 
 from vit.config.schema import AugmentConfig
-from vit.data import worker_pool
+from vit.data import stages, worker_pool
 from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.slots import Slots, plan_ring
+from vit.data.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
 from vit.data.storage.opening import open_split
 from vit.data.worker_pool import WorkerError, WorkerPool
-from vit.system import stages
 from vit.system.retry import RetryableError, RetryPolicy, num_retries
-from vit.system.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")

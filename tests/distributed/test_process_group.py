@@ -29,8 +29,8 @@ from torch import nn
 
 from vit.distributed import process_group
 from vit.distributed import world as world_module
+from vit.distributed.devices import HostDevices, choose_device
 from vit.distributed.process_group import AlreadyReported, RankLost, World
-from vit.system.devices import HostDevices, choose_device
 from vit.system.host import num_nvidia_gpus
 
 SLOW_MAIN = """
@@ -430,7 +430,7 @@ def test_counts_gpus_on_the_bus_independently_of_the_driver(tmp_path):
 DIFFERENT = """
 import os
 import vit.distributed.process_group as distributed
-from vit.system.devices import HostDevices
+from vit.distributed.devices import HostDevices
 from vit.distributed.exit import run_command
 
 def main():

@@ -377,7 +377,7 @@ def jpeg(pixels: np.ndarray) -> bytes:
 
 
 def run_of(plan: Plan, world: World, record: Record, image_format: ImageFormat) -> Any:
-    """Return a stub of a run that has only the attributes that `vit.hooks.monitor.Monitor`
+    """Return a stub of a run that has only the attributes that `vit.monitor.Monitor`
     reads."""
     return SimpleNamespace(
         hooks=(),

@@ -14,9 +14,9 @@ from vit.compose import build_run
 from vit.config.io import load_config
 from vit.data.batches import Batch
 from vit.distributed.process_group import World
-from vit.hooks.monitor import Monitor
 from vit.hooks.order_check import OrderHook
 from vit.loggers.lines import read_metrics
+from vit.monitor import Monitor
 from vit.run import Run
 
 

@@ -17,8 +17,8 @@ from vit.config import reference
 from vit.config.io import load_config, to_dict
 from vit.loggers.record import Record
 from vit.model import create_model
+from vit.start.print_config import training_bytes
 from vit.training.plan import make_plan
-from vit.training.print_config import training_bytes
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from vit.data.batches import Batch
 from vit.distributed.process_group import World
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
-from vit.training.compiling import checkpoint_activations, compile_blocks
+from vit.start.compiling import checkpoint_activations, compile_blocks
 
 CPU = torch.device("cpu")
 DROPS = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.4}

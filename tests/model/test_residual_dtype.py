@@ -24,7 +24,7 @@ from vit.layers.blocks import set_residual_dtype
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
-from vit.training.compiling import checkpoint_activations, compile_blocks
+from vit.start.compiling import checkpoint_activations, compile_blocks
 
 CPU = torch.device("cpu")
 TINY = {"embed_dim": 64, "depth": 6, "num_heads": 4}

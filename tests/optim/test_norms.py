@@ -26,9 +26,9 @@ from vit.distributed.process_group import World
 from vit.model import create_model
 from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
+from vit.start.compiling import compile_blocks
 from vit.step import TrainStep
 from vit.training.attention_logits import largest_logits
-from vit.training.compiling import compile_blocks
 from vit.training.freeze import freeze
 
 CPU = torch.device("cpu")

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FUNCTION_LINES = 80
+FUNCTION_STATEMENTS = 55
+"""Statements are counted, and not lines, so that blank lines and comments cost nothing."""
 FOLDER_FILES = 20
-LARGER = {"tests/helpers/servers.py:_answer": 84}
+LARGER = {"tests/helpers/servers.py:_answer": 70, "vit/data/shards/tar_walk.py:walk": 61}
 """Maps each `file:function` or folder that exceeds the general limit to its current size."""
 LISTED = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout
 CODE = [
@@ -35,10 +36,11 @@ def sizes() -> dict[str, tuple[int, int]]:
         if path.suffix == ".py":
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
-                    assert node.end_lineno is not None
-                    lines = node.end_lineno - node.lineno + 1
+                    inside = [each for each in ast.walk(node) if isinstance(each, ast.stmt)]
+                    number = len(inside) - 1 - (ast.get_docstring(node) is not None)
                     name = f"{path}:{node.name}"
-                    measured[name] = (max(lines, measured.get(name, (0, 0))[0]), FUNCTION_LINES)
+                    largest = max(number, measured.get(name, (0, 0))[0])
+                    measured[name] = (largest, FUNCTION_STATEMENTS)
     return measured
 
 

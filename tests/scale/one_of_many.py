@@ -34,18 +34,18 @@ import torch.distributed as dist
 
 import vit.build
 import vit.compose
-import vit.hooks.host_check
+import vit.start.host_check
 import vit.train
 from vit.checkpoint import checkpoint
 from vit.checkpoint.saver import Saver
 from vit.config.io import load_config
 from vit.distributed import exit, process_group
+from vit.distributed.devices import HostDevices
 from vit.distributed.watchdog import Watch
 from vit.distributed.world import World
-from vit.hooks.monitor import Monitor
 from vit.hooks.order_check import OrderHook
+from vit.monitor import Monitor
 from vit.step import TrainStep
-from vit.system.devices import HostDevices
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.scale.counting import Connection, Counts, Group, Store
@@ -66,7 +66,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (process_group, "join_world", "start: ranks meet"),
     (vit.compose, "build", "start: rest"),
     (vit.build, "open_data", "start: data"),
-    (vit.hooks.host_check, "check_host", "start: hosts compared"),
+    (vit.start.host_check, "check_host", "start: hosts compared"),
     (vit.build, "find_checkpoint", "start: checkpoint found"),
     (checkpoint, "load_checkpoint", "start: checkpoint read"),
     (TrainStep, "prepare", "start: DDP's buckets"),

@@ -10,7 +10,7 @@ import pytest
 import warm_python
 from processes import REPOSITORY, call, environment, make_shards, run
 
-from vit.hooks.monitor import LOADER_COUNTS
+from vit.monitor import LOADER_COUNTS
 
 FEW = 16
 MANY = 64

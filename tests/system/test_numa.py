@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.system.devices import cores_near
+from vit.distributed.devices import cores_near
 
 ROOT = Path(__file__).parents[2]
 GPUS = [f"0000:{bus:02x}:00.0" for bus in range(8)]
@@ -75,7 +75,7 @@ def test_children_of_a_bound_rank_are_bound_and_the_hosts_cores_are_counted(tmp_
 import os, subprocess, sys
 from pathlib import Path
 from vit.system.host import num_cores
-from vit.system.devices import bind_near
+from vit.distributed.devices import bind_near
 before = num_cores()
 bind_near({GPUS[: len(allowed)]}, 1, Path({str(root)!r}))
 assert num_cores() == before

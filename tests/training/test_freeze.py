@@ -30,7 +30,7 @@ from vit.data.augment.apply import Augment
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer, state_bytes
-from vit.training.compiling import checkpoint_activations, compile_blocks
+from vit.start.compiling import checkpoint_activations, compile_blocks
 from vit.training.freeze import freeze
 from vit.training.mfu import train_flops_per_image
 from vit.training.model_summary import flops_per_image

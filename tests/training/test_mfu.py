@@ -14,9 +14,9 @@ from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.distributed.process_group import World
-from vit.hooks.monitor import Monitor
 from vit.loggers.record import Record
 from vit.model import create_model
+from vit.monitor import Monitor
 from vit.training.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
 from vit.training.plan import make_plan
 from vit.training.step_result import StepResult

@@ -17,8 +17,8 @@ from vit.config.schema import InitConfig, ModelConfig
 from vit.distributed.process_group import World
 from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
+from vit.start.initial_weights import load_initial_weights
 from vit.system.files import WeightsError
-from vit.training.initial_weights import load_initial_weights
 from vit.weights.class_names import class_mismatch
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.layouts import LAYOUTS, from_ours

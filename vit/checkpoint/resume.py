@@ -101,6 +101,15 @@ def settings_for_start(config: Config, folder: Path, world: World) -> Config:
     return config_io.with_settings(chosen, {"train.precision": stored})
 
 
+def settings_of_step(
+    config: Config, newest: checkpoints.FoundCheckpoint | None, plan: Plan
+) -> Config:
+    """Return `config`, with compilation turned off if the run has already finished all steps."""
+    if newest is None or not checkpoints.state_of(newest.info).is_over(plan):
+        return config
+    return config_io.with_settings(config, {"train.compile": False})
+
+
 def _stored_precision(folder: Path) -> str | None:
     """Return the precision of the newest checkpoint in `folder`, or None."""
     with suppress(ValueError):  # `find_checkpoint` reports and repairs it

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from vit.config.schema import AugmentConfig, EvalConfig
+from vit.data import stages
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys
 from vit.data.augment.table import table_layout
 from vit.data.changes import HOLE, NO_CHANGES, Changes
@@ -29,9 +30,8 @@ from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
-from vit.system import stages
+from vit.data.stages import Stage
 from vit.system.files import ShardError
-from vit.system.stages import Stage
 
 ALIGNMENT = 64
 """The alignment in bytes of each tensor in a batch: one cache line."""

@@ -28,10 +28,10 @@ import torch
 
 from vit.data.batches import Batch, Batches
 from vit.data.slots import MAX_READY_BATCHES, Slots, plan_ring
+from vit.data.stages import Tally, add_up
 from vit.data.to_gpu import Cuda, ToGpu
 from vit.data.worker_pool import NICENESS_BESIDE_GPU, OwnProcess, Result, WorkerPool
 from vit.distributed.process_group import local_world_size
-from vit.system.stages import Tally, add_up
 
 STALL_TIMEOUT_S = 240.0
 """The default stall timeout in seconds. A worker and its replacement may both hang, so twice this

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vit.data.batches import Batch, BatchLayout
-from vit.system.stages import STATUS_BYTES, WorkerStatus
+from vit.data.stages import STATUS_BYTES, WorkerStatus
 
 PART_ROWS = 128
 """The number of rows in a part of a batch. Computing the order and the random numbers takes 2 ms

@@ -1,6 +1,6 @@
 """Detect hanging processes that make batches, and report why training is waiting.
 
-While training waits for a batch, the watch checks the status of each process (`vit.system.stages`)
+While training waits for a batch, the watch checks the status of each process (`vit.data.stages`)
 about once per second. If the status of a process does not change, a warning reports the process,
 its stage and the time of the last change. `vit.data.worker_pool` replaces workers that hang for too
 long. A training process that makes its own batches is reported but not stopped.
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from vit.system.stages import DOING, Stage, WorkerStatus
+from vit.data.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
 """The time in seconds before the first report of a wait and between reports. A short stall timeout

@@ -31,14 +31,14 @@ from typing import NamedTuple
 
 import torch
 
+from vit.data import stages
 from vit.data.batches import Batch, Batches
 from vit.data.slots import Slots
+from vit.data.stages import Stage, WorkerStatus
 from vit.data.stall_watch import StallWatch, watch_in_thread
-from vit.system import stages
 from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.files import ShardError
 from vit.system.host import num_oom_kills, process_state
-from vit.system.stages import Stage, WorkerStatus
 
 END_WAIT_S = 1.0
 """The maximum time in seconds to wait for a worker to end. A killed worker takes longer only if it

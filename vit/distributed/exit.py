@@ -440,7 +440,7 @@ def _has_no_order(error: Exception) -> str:
 def _failed_to_compile(error: Exception) -> str:
     """Return a message about an error of torch.compile on a model; "" for other errors.
 
-    `vit.training.compiling.why_not_compiled` checks only that the host can compile.
+    `vit.start.compiling.why_not_compiled` checks only that the host can compile.
     """
     verbose = "TORCHDYNAMO_VERBOSE"  # an environment variable of torch
     dynamo = sys.modules.get("torch._dynamo.exc")  # None unless a model was compiled

@@ -30,6 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vit.distributed import flight_recorder
 from vit.distributed.attempt import may_restart, part_of_attempt
+from vit.distributed.devices import (
+    HostDevices,
+    bind_near,
+    choose_device,
+    find_devices,
+    gpu_addresses,
+)
 from vit.distributed.launcher import (
     check_variables,
     end_with_launcher,
@@ -38,7 +45,6 @@ from vit.distributed.launcher import (
     world_size,
 )
 from vit.distributed.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
-from vit.system.devices import HostDevices, bind_near, choose_device, find_devices, gpu_addresses
 from vit.system.host import cpu_name
 
 __all__ = [
@@ -307,6 +313,13 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     # FSDP2, which `wrap` does not use, would need `set_requires_gradient_sync`. Without that call,
     # its gradients would be correct, but would be reduced after each micro-batch.
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def now_s(device: torch.device) -> float:
+    """Wait until the device has finished all queued work, and return the time in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def peak_memory_gib(device: torch.device) -> float:

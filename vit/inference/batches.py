@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from vit.config.schema import EvalConfig
+from vit.data import stages
 from vit.data.batches import Batch, Batches, BatchLayout, write_rows
 from vit.data.decode.crops import decode_center
 from vit.data.image_format import ImageFormat
+from vit.data.stages import Stage
 from vit.inference.inputs import Place
-from vit.system import stages
-from vit.system.stages import Stage
 
 
 class PlaceBatches(Batches):

@@ -22,8 +22,8 @@ from vit.data.decode.image_files import (
     is_image,
     read_image,
 )
+from vit.data.shards.tar_walk import FILE, TarDamaged, pread, walk
 from vit.system.spelling import few
-from vit.system.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
 """The argument that reads a list of names from stdin."""

@@ -1,7 +1,7 @@
 """The sequence of encoder blocks, with activation checkpointing, and in groups for compilation.
 
 `vit.model.Block` is one block. `vit.layers.drop_path` chooses the samples that each block computes,
-and `vit.training.compiling` creates the groups, or turns activation checkpointing on.
+and `vit.start.compiling` creates the groups, or turns activation checkpointing on.
 """
 
 from __future__ import annotations

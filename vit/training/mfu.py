@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from vit.distributed.process_group import now_s
 from vit.layers.precision import AUTOCAST_DTYPE
-from vit.system.device_memory import now_s
 from vit.system.gpus import find_device
 from vit.training.model_summary import flops_per_image, frozen_flops_per_image
 

@@ -28,7 +28,6 @@ from vit.layers.precision import autocast
 from vit.model import create_model
 from vit.system.files import WeightsError
 from vit.system.spelling import few
-from vit.training.initial_weights import read_once
 from vit.training.loss import Loss, create_loss, hard_distillation, soft_distillation
 from vit.training.metrics import margins
 from vit.training.model_summary import count_parameters, flops_per_image
@@ -36,6 +35,7 @@ from vit.training.objective import Forward, Objective
 from vit.training.run_data import Notes, RunData
 from vit.weights.class_names import check_head, namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
+from vit.weights.on_ranks import read_once
 from vit.weights.published import identify, to_config, with_published_config
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from remote_shards import claim_encoding, files_of, samples, upload
 from servers import FtpServer
 
 from data_prep import index
+from vit.data import stages
 from vit.data.storage import cached_tars, http, remote
 from vit.data.storage.block_cache import BlockCache
 from vit.data.storage.opening import open_split
-from vit.system import stages
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 

@@ -20,8 +20,8 @@ from vit.data.augment.apply import Augment
 from vit.distributed.exact.leaves import Leaves
 from vit.distributed.exact.tree_sum import Node, Stack, TreeSum, held_bytes, nodes_of, tree_sum
 from vit.distributed.world import World, leaves_of
+from vit.extras.planner.device_memory import LiveBytes
 from vit.model import create_model
-from vit.system.device_memory import LiveBytes
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:

@@ -11,8 +11,8 @@ from vit.config.io import load_config
 from vit.data.open_data import INDEXED_SHARDS
 from vit.distributed.process_group import World
 from vit.extras.planner.forecast import make_forecast
-from vit.hooks.needs import disk_needs
-from vit.hooks.preflight import preflight
+from vit.start.needs import disk_needs
+from vit.start.preflight import preflight
 from vit.system.gpus import find_gpu
 from vit.training.run_data import open_data
 

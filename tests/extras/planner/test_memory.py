@@ -13,9 +13,9 @@ import torch
 from augmenting import POLICIES
 
 from vit.config.schema import Config
+from vit.extras.planner.device_memory import LiveBytes
 from vit.extras.planner.memory import StepMemory, augmentation_bytes, step_memory
 from vit.model import create_model
-from vit.system.device_memory import LiveBytes
 from vit.training.plan import Plan
 from vit.training.run_data import with_precision
 
@@ -52,7 +52,7 @@ from vit.data.batches import Batch
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
 from vit.distributed.process_group import World
-from vit.training.compiling import checkpoint_activations
+from vit.start.compiling import checkpoint_activations
 from vit.training.loss import cross_entropy
 from vit.training.objective import Objective
 from vit.training.reduce import DataParallel

@@ -19,12 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from vit.config.schema import EvalConfig
+from vit.data import stages
 from vit.data.decode.images import Pixels, decode_box, read_image_size, region, undecodable
 from vit.data.decode.jpeg_cut import Window
 from vit.data.decode.jpeg_header import MAX_PIXELS
 from vit.data.decode.upright import upright
-from vit.system import stages
-from vit.system.stages import Stage
+from vit.data.stages import Stage
 
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 log = logging.getLogger(__name__)

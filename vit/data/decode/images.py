@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, _imaging
 
 import vit.data.decode.native as native
+from vit.data.decode.content import HEAD_BYTES, describe_content
 from vit.data.decode.image_files import HEIC_MAGIC, READS_HEIF, how_to_convert
 from vit.data.decode.jpeg_cut import Cut, Window, cut_window
 from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
-from vit.system.tar_walk import TAR_BLOCK, describe_content
 
 Pixels = NDArray[np.uint8]
 """An array of pixels, (H, W, channels)."""
@@ -158,7 +158,7 @@ def _why_not(data: bytes, error: Exception) -> str:
         except ValueError as jpeg_error:
             return str(jpeg_error)
     if isinstance(error, Image.UnidentifiedImageError):
-        if kind := describe_content(data[:TAR_BLOCK]):
+        if kind := describe_content(data[:HEAD_BYTES]):
             return f"not an image but {kind}"
         if HEIC_MAGIC.match(data) and not READS_HEIF:
             return f"HEIC photos cannot be read; {how_to_convert('.heic')}"

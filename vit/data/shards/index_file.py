@@ -22,9 +22,9 @@ import numpy as np
 from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import INDEX_DTYPE, index_rows, member_size, scan_tar
+from vit.data.shards.tar_walk import TAR_BLOCK
 from vit.system.files import ShardError, read_json, replacing, sha256_of, unreadable
 from vit.system.meter import Meter
-from vit.system.tar_walk import TAR_BLOCK
 
 NUM_READERS = 8
 """The number of shards to read concurrently when rebuilding an index. Network file systems serve

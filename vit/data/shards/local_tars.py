@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.system import stages
+from vit.data import stages
+from vit.data.shards.tar_walk import TAR_BLOCK
+from vit.data.stages import Stage
 from vit.system.retry import RetryableError, RetryPolicy
-from vit.system.stages import Stage
-from vit.system.tar_walk import TAR_BLOCK
 
 NUM_OPENING = 16
 """The number of files to open concurrently."""

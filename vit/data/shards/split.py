@@ -23,8 +23,8 @@ from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.reader import TarReader, Version
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
+from vit.data.shards.tar_walk import TAR_BLOCK, TarDamaged, walk
 from vit.system.files import ShardError
-from vit.system.tar_walk import TAR_BLOCK, TarDamaged, walk
 
 FLIPPED = (
     "twice returned other bytes than the indexed ones, so a bit flipped on the disk or in transit"

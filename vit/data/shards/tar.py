@@ -29,9 +29,9 @@ from vit.data.shards.members import (
     SampleLayout,
     remedy,
 )
+from vit.data.shards.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.system.files import ShardError, replacing, unreadable
 from vit.system.redact import escape_unprinted
-from vit.system.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes per sample: 31 MB for ImageNet-1k

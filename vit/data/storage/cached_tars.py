@@ -26,16 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
+from vit.data import stages
 from vit.data.shards.index_file import open_index, unmapped
 from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.reader import Store, Version
 from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
+from vit.data.stages import Stage
 from vit.data.storage.block_cache import BlockCache, Fetched
 from vit.data.storage.file_lock import is_waited_for
-from vit.system import stages
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
-from vit.system.stages import Stage
 
 BLOCK_BYTES = 8 << 20
 """The target size of a block in bytes. Smaller blocks need more requests and add network latency.
@@ -49,7 +49,7 @@ MAX_REQUESTED = 4096
 """The maximum number of requested blocks that a process remembers. A full list is cleared."""
 BEAT_S = 1.0
 """The interval in seconds at which a process that waits for a block updates its status in
-`vit.system.stages`."""
+`vit.data.stages`."""
 NUM_THREADS = 8
 """The maximum number of concurrent requests per process."""
 NUM_THREADS_OF_HOST = 64

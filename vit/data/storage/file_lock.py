@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from vit.system import stages
+from vit.data import stages
 from vit.system.host import process_state
 
 LOCK_WAIT_S = 120.0

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vit.config.schema import Config
+from vit.extras.planner.device_memory import LiveBytes
 from vit.extras.planner.memory import drop_memory, step_memory
 from vit.model import create_model
-from vit.system.device_memory import LiveBytes
 from vit.system.meter import MIB
 from vit.training.model_summary import count_parameters, flops_by_operator, print_shapes
 from vit.training.plan import Plan

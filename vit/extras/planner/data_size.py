@@ -9,9 +9,9 @@ from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.data.open_data import choose_num_classes, open_split
 from vit.data.shards.split_slice import parse_name, part_size
+from vit.start.print_config import IMAGENET_IMAGES
 from vit.system.files import ShardError
 from vit.training.plan import Plan, make_plan
-from vit.training.print_config import IMAGENET_IMAGES
 
 IMAGENET_VAL_IMAGES = 50_000
 

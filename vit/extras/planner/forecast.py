@@ -24,7 +24,7 @@ from vit.extras.planner.data_size import DataSize, size_and_plan
 from vit.extras.planner.memory import StepMemory, step_memory
 from vit.extras.planner.roofline import UPDATE_BYTES, Work, forward_work, seconds, training_work
 from vit.extras.planner.speed import RESULTS, EndToEnd, Speed, choose_speed, end_to_end
-from vit.hooks.needs import DiskNeeds, HostMemory, Load, disk_needs, host_memory
+from vit.start.needs import DiskNeeds, HostMemory, Load, disk_needs, host_memory
 from vit.system.gpus import Gpu
 from vit.system.meter import GIB
 from vit.training.freeze import create_trained_model

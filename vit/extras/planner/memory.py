@@ -31,10 +31,10 @@ from vit.data.image_format import ImageFormat
 from vit.distributed.exact.by_sample import draw_by_sample
 from vit.distributed.exact.tree_sum import held_bytes
 from vit.distributed.process_group import World
+from vit.extras.planner.device_memory import LiveBytes
 from vit.optim.optimizer import create_optimizer
+from vit.start.compiling import checkpoint_activations
 from vit.step import TrainStep
-from vit.system.device_memory import LiveBytes
-from vit.training.compiling import checkpoint_activations
 from vit.training.freeze import create_trained_model
 from vit.training.loss import cross_entropy
 from vit.training.norm_probes import create_probes

@@ -35,6 +35,7 @@ from vit.data.order import Order
 from vit.data.shards.members import META, InvalidSample, SampleLayout, remedy
 from vit.data.shards.split import Split
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
+from vit.data.shards.tar_walk import FILE, TarDamaged, unpacked, walk
 from vit.data.sources import TrainSet
 from vit.data.storage.http import PIECE_BYTES, WebFile
 from vit.distributed.process_group import World
@@ -43,7 +44,6 @@ from vit.system.files import ShardError
 from vit.system.hashing import fold, hash64
 from vit.system.redact import shown
 from vit.system.retry import RetryPolicy
-from vit.system.tar_walk import FILE, TarDamaged, unpacked, walk
 from vit.system.urls import expand_braces, on_the_web, resolve
 
 SHUFFLE_SAMPLES = 1000

@@ -17,7 +17,7 @@ from vit.extras.planner.benchmark.step_time import (
     time_step,
 )
 from vit.extras.planner.benchmark.subject import synthetic_batches
-from vit.system.device_memory import bytes_in_use, peak_bytes, reset_peak
+from vit.extras.planner.device_memory import bytes_in_use, peak_bytes, reset_peak
 from vit.training.plan import make_plan
 from vit.training.step_result import StepPhase
 

@@ -21,8 +21,8 @@ from proc import is_alive
 
 from vit.data.loader import Loader
 from vit.model import Block
+from vit.start import compiling
 from vit.step import TrainStep
-from vit.training import compiling
 
 guarantees = pytest.importorskip("guarantees")
 CPU = torch.device("cpu")

@@ -20,6 +20,7 @@ from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
 from vit.distributed.process_group import World
+from vit.extras.planner import device_memory
 from vit.extras.planner.benchmark import step_time as steps
 from vit.extras.planner.benchmark.certificate import peak_text
 from vit.extras.planner.benchmark.subject import Subject, Wishes, device_name, look_at_subject
@@ -29,10 +30,9 @@ from vit.extras.planner.forecast import largest_micro_batch
 from vit.extras.planner.memory import augmentation_bytes, step_memory
 from vit.extras.planner.roofline import bound_s
 from vit.layers.precision import precision_note
+from vit.start.compiling import why_not_compiled
 from vit.step import TrainStep
-from vit.system import device_memory
 from vit.system.meter import GIB, Meter
-from vit.training.compiling import why_not_compiled
 from vit.training.freeze import create_trained_model
 from vit.training.mfu import Utilization, train_flops_per_image
 from vit.training.run_data import choose_settings, open_data

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from vit.compose import parts_of
 from vit.config.schema import Config, LoaderConfig
-from vit.create_step import create_train_step
 from vit.data.batches import Batch
 from vit.data.loader import Loader
 from vit.distributed.exit import out_of_memory
-from vit.distributed.process_group import REDUCED_AT_ONCE, World
+from vit.distributed.process_group import REDUCED_AT_ONCE, World, now_s
+from vit.extras.planner.device_memory import release_memory
+from vit.start.create_step import create_train_step
 from vit.step import TrainStep
-from vit.system.device_memory import now_s, release_memory
 from vit.training.freeze import create_trained_model
 from vit.training.loss import create_loss
 from vit.training.objective import Objective

@@ -22,8 +22,8 @@ from vit.data.batches import Batch, BatchLayout, write_rows
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import TrainReader
 from vit.distributed.process_group import World
+from vit.extras.planner import device_memory
 from vit.extras.planner.data_size import DataSize, size_and_plan
-from vit.system import device_memory
 from vit.system.host import cpu_name
 from vit.training.mfu import Peak, find_peak, measure_peak
 from vit.training.plan import Plan, create_order, micro_batch_sizes

@@ -8,7 +8,7 @@
         repeat       the same step several times on each rank
     -> one table on rank 0 (vit/extras/planner/check/findings.py)
 
-`trial` includes the checks of `vit.hooks.preflight`, which every run performs when it starts.
+`trial` includes the checks of `vit.start.preflight`, which every run performs when it starts.
 Single-host checks come first, so their results are printed even if ranks cannot reach each other.
 """
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit.distributed.host_differences import places
-from vit.distributed.process_group import REDUCED_AT_ONCE, World
+from vit.distributed.process_group import REDUCED_AT_ONCE, World, now_s
 from vit.extras.planner.check.findings import Finding, Verdict
-from vit.system.device_memory import now_s
 from vit.system.meter import rate_text
 
 REPEATS = 3

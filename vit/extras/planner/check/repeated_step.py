@@ -18,11 +18,11 @@ import torch
 from vit.checkpoint.checkpoint import named_tensors
 from vit.config import io as config_io
 from vit.config.schema import Config
-from vit.create_step import create_train_step
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
 from vit.data.image_format import ImageFormat
 from vit.distributed.process_group import World, kernels_of
+from vit.start.create_step import create_train_step
 from vit.step import TrainStep
 from vit.training.freeze import create_trained_model
 from vit.training.loss import create_loss

@@ -18,9 +18,9 @@ from vit.config.schema import CheckpointConfig
 from vit.extras.planner.check.findings import Verdict
 from vit.extras.planner.check.storage import passing_folder
 from vit.extras.planner.check.trial import Trial
-from vit.hooks.preflight import check_disk
 from vit.layers.parts import grid_size
 from vit.run_folder.reading import newest_info
+from vit.start.preflight import check_disk
 from vit.system.meter import rate_text, size_text
 from vit.system.urls import is_url
 

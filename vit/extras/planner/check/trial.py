@@ -19,19 +19,19 @@ import torch
 from vit.checkpoint import checkpoint as checkpoints
 from vit.compose import parts_of
 from vit.config.schema import Config
-from vit.create_step import create_train_step
 from vit.data.loader import Loader
 from vit.distributed.host_differences import places
-from vit.distributed.process_group import World
+from vit.distributed.process_group import World, now_s
 from vit.evaluation.evaluate import create_evaluators
 from vit.extras.planner.check import storage
 from vit.extras.planner.check.findings import Finding, Verdict
+from vit.extras.planner.device_memory import peak_bytes as measured_peak_bytes
+from vit.extras.planner.device_memory import reset_peak
 from vit.extras.planner.fitting import naming_what_fits
-from vit.hooks.host_check import HostCheck, check_host
 from vit.run_folder.place import Place, local_folder
+from vit.start.create_step import create_train_step
+from vit.start.host_check import HostCheck, check_host
 from vit.step import TrainStep
-from vit.system.device_memory import now_s, reset_peak
-from vit.system.device_memory import peak_bytes as measured_peak_bytes
 from vit.system.host import free_memory_bytes
 from vit.system.meter import GIB, digits
 from vit.training.freeze import create_trained_model

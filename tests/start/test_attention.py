@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from vit.config.schema import TrainConfig
 from vit.model import create_model
-from vit.training.attention import choose_attention
-from vit.training.compiling import compile_blocks
+from vit.start.attention import choose_attention
+from vit.start.compiling import compile_blocks
 
 CPU = torch.device("cpu")
 KERNELS = {

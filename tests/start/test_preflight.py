@@ -26,8 +26,8 @@ from vit.data.decode import native
 from vit.data.image_format import ImageFormat
 from vit.data.storage.opening import open_split
 from vit.distributed.process_group import World
-from vit.hooks.preflight import preflight
 from vit.model import create_model
+from vit.start.preflight import preflight
 from vit.system.host import free_memory_bytes, num_cores, num_oom_kills
 from vit.training.plan import make_plan
 from vit.training.run_data import Notes

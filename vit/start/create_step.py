@@ -11,9 +11,9 @@ from vit.feature import CreateReduce
 from vit.layers.blocks import set_residual_dtype
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
+from vit.start.attention import choose_attention
+from vit.start.compiling import checkpoint_activations, compile_models
 from vit.step import TrainStep
-from vit.training.attention import choose_attention
-from vit.training.compiling import checkpoint_activations, compile_models
 from vit.training.norm_probes import create_probes
 from vit.training.objective import Objective
 from vit.training.plan import Plan, rates

@@ -21,8 +21,8 @@ from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
 from vit.distributed.process_group import World, local_world_size
-from vit.hooks.needs import WORKER_BYTES, DiskNeeds, Load, host_memory
 from vit.run_folder.paths import SAMPLES_FOLDER
+from vit.start.needs import WORKER_BYTES, DiskNeeds, Load, host_memory
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 from vit.system.meter import GIB, MIB, size_text
 from vit.training.plan import Plan

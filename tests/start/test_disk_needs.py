@@ -14,8 +14,8 @@ from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.distributed.process_group import World
-from vit.hooks.needs import DiskNeeds, disk_needs
-from vit.hooks.preflight import check_disk
+from vit.start.needs import DiskNeeds, disk_needs
+from vit.start.preflight import check_disk
 from vit.train import train as train_run
 from vit.training.plan import Plan, make_plan
 

@@ -10,12 +10,8 @@ values are sent in collectives, and everything else through the store.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from vit.config import io as config_io
@@ -26,51 +22,9 @@ from vit.training.run_data import RunData
 from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 from vit.weights.published import normalization_notes
-from vit.weights.save import bytes_of
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
 """The last parts of the names of settings that do not change tensor shapes."""
-
-
-def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
-    """Call `read` on rank 0, and return the result in host memory on all ranks.
-
-    If `read` fails, the other ranks raise AlreadyReported.
-    """
-    if world.size == 1:
-        return read()
-    loaded = world.on_main(read)
-    described = world.broadcast_from_main(lambda: {} if loaded is None else _describe(loaded))
-    if loaded is None:
-        loaded = _like(described)
-    # Broadcast the weights as bytes, because backends do not support every dtype.
-    world.broadcast_(bytes_of(tensor) for tensor in loaded.weights.values())
-    return loaded
-
-
-def _describe(loaded: LoadedWeights) -> dict[str, Any]:
-    """Return everything in `loaded` except the tensor values, as JSON."""
-    names = [field.name for field in fields(loaded) if field.name not in ("path", "weights")]
-    return {
-        "path": str(loaded.path),
-        "fields": {name: getattr(loaded, name) for name in names},
-        "tensors": [
-            (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in loaded.weights.items()
-        ],
-    }
-
-
-def _like(described: dict[str, Any]) -> LoadedWeights:
-    """Return weights as described by `_describe`, with uninitialized values."""
-    weights = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, shape, dtype in described["tensors"]
-    }
-    values = described["fields"]
-    for name in ("grid_size", "notes"):  # JSON has no tuples
-        values[name] = None if values[name] is None else tuple(values[name])
-    return LoadedWeights(Path(described["path"]), weights, **values)
 
 
 def load_initial_weights(

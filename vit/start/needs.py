@@ -1,6 +1,6 @@
 """Compute the host memory and the disk space that a run needs, without allocating them.
 
-`vit.hooks.preflight` compares these needs with the host when a run starts, and `vit.extras.planner`
+`vit.start.preflight` compares these needs with the host when a run starts, and `vit.extras.planner`
 reports them in advance.
 """
 

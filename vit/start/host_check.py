@@ -9,11 +9,11 @@ from vit.config.schema import Config
 from vit.data.decode.images import decoder_name
 from vit.distributed.host_differences import compare_hosts
 from vit.distributed.process_group import World
-from vit.hooks.needs import DiskNeeds, disk_needs
-from vit.hooks.preflight import check_disk, preflight
 from vit.run import Hook
 from vit.run_folder.paths import complete_checkpoints
 from vit.run_folder.place import Place
+from vit.start.needs import DiskNeeds, disk_needs
+from vit.start.preflight import check_disk, preflight
 from vit.training.run_data import Notes, RunData
 
 

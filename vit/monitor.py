@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.data.loader import Loader, LoaderStats
+from vit.data.stages import TALLIED, Stage, Tally, add_up, since
 from vit.distributed.process_group import World, local_world_size, peak_memory_gib
 from vit.run import Run
 from vit.system.host import num_cores
 from vit.system.meter import digits, duration
-from vit.system.stages import TALLIED, Stage, Tally, add_up, since
 from vit.training.mfu import Utilization, find_peak, train_flops_per_image
 from vit.training.step_result import StepResult, StepValues
 

@@ -14,10 +14,10 @@ from vit.data.batches import NOT_EXACT
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import INDEXED_SHARDS, TrainReader, choose_num_classes, open_split
 from vit.data.shards.split_slice import part_size
-from vit.data.shuffle_quality import measure_shuffle
 from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
 from vit.run_folder.place import local_folder
+from vit.start.shuffle_quality import measure_shuffle
 from vit.system.files import ShardError
 from vit.system.urls import is_url
 from vit.training.freeze import create_trained_model

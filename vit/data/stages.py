@@ -4,7 +4,7 @@ Each process that makes batches shares its status with the training process thro
 process enters a new stage, such as decoding after reading, it stores the stage and the time, and
 adds the duration of the previous stage to a sum. A change takes about 0.3 microseconds. The
 training process only reads the status, so it sees the stage even if the process hangs.
-`vit.data.stall_watch` reports the stage, and `vit.hooks.monitor` writes the sums to metrics.jsonl.
+`vit.data.stall_watch` reports the stage, and `vit.monitor` writes the sums to metrics.jsonl.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_a_mac_says_that_its_gpu_is_not_used(config, tmp_path, capfd, monkeypatc
     # torch itself would try to use the GPU that it sees, so only this module sees it.
     mps = SimpleNamespace(is_available=lambda: True)
     torch = SimpleNamespace(backends=SimpleNamespace(mps=mps))
-    monkeypatch.setattr("vit.hooks.start_lines.torch", torch)
+    monkeypatch.setattr("vit.start.start_lines.torch", torch)
     settings = [*TINY, "train.steps=1", f"run.dir={tmp_path / 'run'}"]
     notes = notes_of(capfd, "--config", config, *settings)
     assert [note for note in notes if "this Mac's GPU is not used" in note]

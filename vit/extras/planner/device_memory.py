@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -47,13 +46,6 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def now_s(device: torch.device) -> float:
-    """Wait until the device has finished all queued work, and return the time in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _status_bytes(name: str) -> int:

@@ -25,8 +25,10 @@ from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
+from vit.data.stages import TALLIED, Tally
 from vit.distributed.process_group import World
-from vit.hooks.monitor import (
+from vit.loggers.record import Record
+from vit.monitor import (
     ADVICE_STEPS,
     Monitor,
     Waiting,
@@ -35,10 +37,8 @@ from vit.hooks.monitor import (
     collect_garbage_at_log_lines,
     sum_up,
 )
-from vit.loggers.record import Record
 from vit.run import Hook
 from vit.system.host import num_cores
-from vit.system.stages import TALLIED, Tally
 from vit.train import train
 from vit.training.plan import make_plan
 from vit.training.step_result import StepResult
@@ -129,7 +129,7 @@ def test_the_length_of_a_run_is_logged_after_three_steps(
     """Two other things take long and do not count: the first step, and an evaluation after the
     second."""
     now = [1000.0]
-    monkeypatch.setattr("vit.hooks.monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("vit.monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
     settings = load_config(config, [*TINY, f"train.steps={total_steps}", "log.every_steps=100"])
     plan, _ = make_plan(settings, 60, 1)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)

@@ -9,12 +9,12 @@ import torch
 from vit.checkpoint.state import RunState
 from vit.config.schema import Config
 from vit.data.batches import NOT_EXACT, AugmentedBatches
-from vit.data.shuffle_quality import ShuffleQuality
-from vit.hooks.preflight import filling_notes
 from vit.layers.drop_path import num_kept
 from vit.layers.precision import precision_note
+from vit.start.attention import attention_kernel
+from vit.start.preflight import filling_notes
+from vit.start.shuffle_quality import ShuffleQuality
 from vit.step import TrainStep
-from vit.training.attention import attention_kernel
 from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.plan import Plan
 

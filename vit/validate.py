@@ -10,7 +10,7 @@ import numpy as np
 from vit.config.base import VAL
 from vit.data.shards.split import Split
 from vit.evaluation.evaluate import Evaluation, save_predictions
-from vit.hooks.monitor import Monitor
+from vit.monitor import Monitor
 from vit.run import Run
 from vit.system.meter import Meter
 

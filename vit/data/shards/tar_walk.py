@@ -21,6 +21,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from vit.data.decode.content import describe_content
+
 TAR_BLOCK = 512
 """Every header, and the data of every member, begin at a multiple of this many bytes."""
 AHEAD_BYTES = 1 << 16
@@ -50,13 +52,6 @@ WITHOUT_DATA = (
 """Member types that have no data, even if their headers state a size."""
 EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
 """The types of headers that describe the next member."""
-WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
-COMPRESSED = {
-    b"\x1f\x8b": "compressed with gzip",
-    b"BZh": "compressed with bzip2",
-    b"\xfd7zXZ": "compressed with xz",
-    b"PK": "a zip",
-}
 
 
 class TarDamaged(ValueError):
@@ -77,14 +72,6 @@ Read = Callable[[int, int], bytes]
 """A function of (size, position) that returns the bytes at the position, or fewer at the end.
 
 Positions never decrease."""
-
-
-def describe_content(head: bytes) -> str:
-    """Return a description if a file that begins with `head` is a web page or compressed, else
-    ""."""
-    if WEB_PAGE.match(head):
-        return "a web page (a login or an error page was saved in its place)"
-    return next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def pread(descriptor: int) -> Read:

@@ -17,17 +17,17 @@ from vit.config.schema import Config
 from vit.data.eval_sets import EvalSet
 from vit.data.order import rows_sha256
 from vit.data.overlap import count_equal
-from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet, content_sha256
 from vit.distributed.process_group import World, kernels_of
-from vit.hooks.start_lines import start_lines
 from vit.loggers.logger import CreateLogger
 from vit.loggers.record import Record, provenance
 from vit.run_folder.lock import RunLock, mount_note
 from vit.run_folder.paths import CONFIG_FILE
+from vit.start.attention import attention_kernel
+from vit.start.shuffle_quality import measure_shuffle
+from vit.start.start_lines import start_lines
 from vit.step import TrainStep
 from vit.system.files import replacing
-from vit.training.attention import attention_kernel
 from vit.training.loss import describe_class_weights
 from vit.training.mfu import find_peak
 from vit.training.run_data import Notes, RunData
