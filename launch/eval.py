@@ -5,7 +5,6 @@
     python launch/eval.py runs/a runs/b                      compare runs image by image
     python launch/eval.py runs/demo eval.sets.v2.root=data/v2 eval.sets.v2.split=train
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
-    python launch/eval.py runs/demo --knn --linear-probe     probes of the run's features
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet
     python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors \\
         --data /data/imagenet                                a model published by timm
@@ -21,7 +20,7 @@ by image, on the first checkpoint's sets (docs/evaluation.md).
 
 `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in
 percent, loss, ece (calibration error in points), top1_low and top1_high (the 95 % interval of
-top1), `sets` by name, `probes` by name (with --knn or --linear-probe), and `note` if the data's
+top1), `sets` by name, and `note` if the data's
 classes differ from the model's. In `sets`, num_skipped is the number of images without a label. For
 several checkpoints, `checkpoints` is a list of such objects and `difference` a list of each
 checkpoint's differences from the first by set (see vit/training/metrics.py). --finetune adds
@@ -36,7 +35,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -50,18 +48,16 @@ from vit.config.schema import Config
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
-from vit.evaluation.compare import Result, RunProbes, compare, evaluate_weights
+from vit.evaluation.compare import Result, compare, evaluate_weights
 from vit.finetune import finetune
 from vit.run_folder.paths import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
-from vit.system.optional import needed_for
 from vit.weights.class_names import check_head
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.on_ranks import read_once
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
 
-DEFAULT_K = 20
 """The best number of neighbors in the DINO paper, out of 10, 20, 100 and 200."""
 
 
@@ -111,12 +107,7 @@ def main() -> World:
             settings["eval.best_by"] = config.eval.best_by
         results.append(
             evaluate_weights(
-                subject.loaded,
-                config,
-                world=world,
-                out=out,
-                selected=args.select_classes,
-                probes=args.probes,
+                subject.loaded, config, world=world, out=out, selected=args.select_classes
             )
         )
         if world.is_main and subject.published is not None and results[-1].sets:
@@ -177,8 +168,7 @@ def _read(
             return loaded
         try:
             loaded, published = with_published_config(loaded, args.model, root, split)
-            if args.probes is None:
-                check_head(loaded)
+            check_head(loaded)
         except ValueError as error:
             if not args.finetune:
                 raise
@@ -255,27 +245,6 @@ def _create_parser() -> Parser:
         metavar="CONFIG",
         help="first fine-tune with this config, and evaluate before and after",
     )
-    parser.add_argument(
-        "--knn",
-        action="store_true",
-        help="also classify by nearest training images, using the head's input features",
-    )
-    parser.add_argument(
-        "--k",
-        metavar="N,...",
-        help=f"numbers of neighbors for --knn, such as 10,20,100,200 (default: {DEFAULT_K})",
-    )
-    parser.add_argument(
-        "--linear-probe",
-        action="store_true",
-        help="also fit a linear classifier to these features of the training images",
-    )
-    parser.add_argument(
-        "--l2",
-        type=float,
-        metavar="X",
-        help="penalty of --linear-probe (default: chosen on a tenth of the training images)",
-    )
     parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     parser.add_argument(
         "words",
@@ -309,45 +278,11 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
         parser.error("; ".join(problems))
     if args.finetune and args.select_classes:
         parser.error("--select-classes: with --finetune, use init.select_classes=true instead")
-    args.probes = _read_probes(args, parser)
     if args.finetune and not args.checkpoints:
         parser.error(
             "--finetune requires --checkpoint, because the newest run may be a fine-tuned one"
         )
     return args
-
-
-def _read_probes(args: argparse.Namespace, parser: Parser) -> RunProbes | None:
-    """Return the probes that the flags request, or None. Exit if a flag is invalid, and raise
-    ValueError if vit/extras/probes has been deleted."""
-    problems = []
-    given = {"--knn": args.knn, "--linear-probe": args.linear_probe}
-    flags = [flag for flag, is_given in given.items() if is_given]
-    if flags and args.finetune:
-        problems.append(f"{' and '.join(flags)}: run eval.py on the fine-tuned run instead")
-    if args.k is not None and not args.knn:
-        problems.append(f"--k {args.k} requires --knn: pass both")
-    if args.l2 is not None and not args.linear_probe:
-        problems.append(f"--l2 {args.l2:g} requires --linear-probe: pass both")
-    if args.l2 is not None and not 0 < args.l2 < float("inf"):
-        problems.append(f"--l2 {args.l2:g}: expected a number above 0, such as 1e-4")
-    counts = (args.k or str(DEFAULT_K)).split(",")
-    if not all(count.isdecimal() and int(count) > 0 for count in counts) or len({*counts}) < len(
-        counts
-    ):
-        problems.append(f"--k {args.k}: expected distinct positive numbers, such as 20 or 10,20")
-    if problems:
-        parser.error("; ".join(problems))
-    if not flags:
-        return None
-    with needed_for(flags[0]):
-        from vit.extras.probes.probes import run_probes
-    return partial(
-        run_probes,
-        ks=tuple(map(int, counts)) if args.knn else (),
-        linear=args.linear_probe,
-        l2=args.l2,
-    )
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

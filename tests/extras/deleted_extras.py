@@ -20,7 +20,6 @@ OWN = {
         *("benchmarks/gpu_check", "benchmarks/planner"),
         *("docs/measuring.md", "docs/planning.md", "docs/planner_error.md"),
     ),
-    "probes": (),
     "recipes": ("launch/recipe.py", "docs/recipes.md"),
     "remote_runs": (),
     "report": (

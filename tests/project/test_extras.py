@@ -22,7 +22,6 @@ PLAIN = ("log.report=false", "eval.reference=null", "data.root=data", "run.dir=r
 NEEDED_BY = {
     "loggers": ("log.tensorboard=true", "log.tensorboard=true needs"),
     "planner": ("--check", "--check needs"),
-    "probes": ("--knn", "--knn needs"),
     "recipes": ("eval.reference=demo", "eval.reference needs"),
     "remote_runs": ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run needs"),
     "report": ("log.report=true", "log.report=true needs"),
@@ -51,9 +50,6 @@ try:
     if word == "--check":
         with needed_for(word):
             import vit.extras.planner.check.all_checks
-    elif word == "--knn":
-        with needed_for(word):
-            import vit.extras.probes.probes
     else:
         parts_of(load_config("configs/demo.yaml", [*sys.argv[3:], *word.split()]))
 except ValueError as error:

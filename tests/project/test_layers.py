@@ -60,7 +60,6 @@ ROOMS = (
     "vit.extras.export",
     "vit.extras.loggers",
     "vit.extras.planner",
-    "vit.extras.probes",
     "vit.extras.report",
     "vit.extras.recipes",
     "vit",

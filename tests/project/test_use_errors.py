@@ -111,8 +111,6 @@ SCENARIOS = {
     "a picture in a format that there is not": visualize("filters", "RUN", "--out", "/a.gif"),
     "a word of visualize.py that there is not": visualize("filtres", "RUN"),
     "two models of other classes side by side": with_other_classes,
-    "more neighbors than there are training images": evaluate("--knn", "--k", "20,61"),
-    "a number of neighbors without k-NN": evaluate("--k", "5"),
 }
 
 

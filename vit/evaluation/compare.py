@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from torch import Tensor, nn
 
 from vit.config.base import VAL
 from vit.config.schema import Config
-from vit.data.augment.apply import Augment, create_augment
+from vit.data.augment.apply import create_augment
 from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import open_split
-from vit.data.shards.split import Split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluation, Evaluator
 from vit.layers.blocks import set_residual_dtype
@@ -41,36 +40,13 @@ from vit.weights.class_names import class_mismatch, namings_of, select_classes
 from vit.weights.files import LoadedWeights, load_weights
 
 
-class ProbeResult(Protocol):
-    """The result of a probe of the features of a model (`vit.extras.probes`)."""
-
-    @property
-    def name(self) -> str:
-        """A name with a space, unlike those of evaluation sets."""
-
-    @property
-    def is_right(self) -> Tensor:
-        """(N,) bool on the CPU: whether each validation image is classified correctly."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the metrics, keyed by name."""
-
-    def line(self) -> str:
-        """Return the result as one line of text."""
-
-
-RunProbes = Callable[[nn.Module, Config, Split, Augment, World], Sequence[ProbeResult]]
-
-
 class Result(NamedTuple):
     """The evaluation of one weights file, equal on all ranks."""
 
     as_json: dict[str, Any]
     """The object that `launch/eval.py --json` prints."""
     sets: dict[str, tuple[EvalSet, Evaluation]]
-    """All sets and their results, keyed by name, `data.val_split` first; {} without a head."""
-    probed: tuple[ProbeResult, ...] = ()
-    """The results of k-NN and linear probe on `data.val_split`."""
+    """All sets and their results, keyed by name, `data.val_split` first."""
 
     @property
     def evaluation(self) -> Evaluation:
@@ -79,20 +55,14 @@ class Result(NamedTuple):
 
 
 def evaluate_weights(
-    loaded: LoadedWeights,
-    config: Config,
-    world: World,
-    out: TextIO,
-    selected: bool = False,
-    probes: RunProbes | None = None,
+    loaded: LoadedWeights, config: Config, world: World, out: TextIO, selected: bool = False
 ) -> Result:
     """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
 
     The image size of `config` may differ from the weights' image size; position embeddings are then
-    resampled. selected: use only the logits of the data's classes, matched by name. probes: the
-    feature probes to run; without a head, nothing else is evaluated. Raises ValueError if the data
-    have more classes than the weights, or classes that cannot be matched. Raises the errors of
-    `open_sets` and `probes`.
+    resampled. selected: use only the logits of the data's classes, matched by name. Raises
+    ValueError if the data have more classes than the weights, or classes that cannot be matched.
+    Raises the errors of `open_sets`.
     """
     config = choose_settings(config, world)
     split = open_split(config, config.data.val_split, world)
@@ -102,14 +72,14 @@ def evaluate_weights(
         if selected:
             loaded = select_classes(loaded, split.class_names)
         assert loaded.num_classes is not None, "weights with a config have it"
-        if 0 < loaded.num_classes < split.num_classes:
+        if loaded.num_classes < split.num_classes:
             raise ValueError(
                 f"{split.root}: has {split.num_classes} classes, but {loaded.path} has"
                 f" {loaded.num_classes}: use data with the same classes"
             )
         namings = namings_of(loaded, loaded.num_classes) if config.eval.sets else {}
         classes = ModelClasses(loaded.num_classes, namings)
-    groups = open_sets(config, split, classes, world) if loaded.num_classes else []
+    groups = open_sets(config, split, classes, world)
     with world.fail_together():
         model = create_model(config.model, num_classes=loaded.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
@@ -123,24 +93,14 @@ def evaluate_weights(
     with world.fail_together():
         _check_finite(by_set, loaded, config.train.precision)
 
-    probed: Sequence[ProbeResult] = ()
-    if probes is not None:
-        augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
-        probed = probes(model, config, split, augment, world)
-
     is_foreign = bool(loaded.notes) or loaded.class_names is None
     lines = loaded.report(notes) if is_foreign else [*notes]
-    as_json: dict[str, Any] = {"num_images": split.num_samples}
-    if by_set:
-        accuracy = by_set[VAL][1].accuracy
-        as_json |= _as_json(accuracy)
-        lines += [str(accuracy), _calibration(accuracy)]
-    if probed:
-        as_json["probes"] = {each.name: each.to_dict() for each in probed}
+    accuracy = by_set[VAL][1].accuracy
+    as_json: dict[str, Any] = {"num_images": split.num_samples, **_as_json(accuracy)}
+    lines += [str(accuracy), _calibration(accuracy)]
     # Labels are compared by number, so accuracy on different classes would look valid.
     if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
         as_json["note"] = mismatch
-    lines += [each.line() for each in probed]
     further_sets = {name: pair for name, pair in by_set.items() if name != VAL}
     for name, (scored, evaluation) in further_sets.items():
         lines.append(f"{name}: {scored.where()} of {scored.split.root}")
@@ -157,7 +117,7 @@ def evaluate_weights(
         if mismatch:
             print(f"note: {mismatch}", file=out)
         print("\n  ".join(lines), file=out)
-    return Result(as_json, by_set, tuple(probed))
+    return Result(as_json, by_set)
 
 
 def _evaluate_all(
@@ -223,18 +183,17 @@ def _calibration(accuracy: Accuracy) -> str:
 
 
 def _rights(result: Result) -> dict[str, Tensor]:
-    """Return a dict: set or probe name -> whether each image is right, (num_images,) bool."""
-    by_set = {
+    """Return a dict: name of a set -> whether each image is right, (num_images,) bool."""
+    return {
         name: scored.is_right(evaluation.predictions)
         for name, (scored, evaluation) in result.sets.items()
     }
-    return {**by_set, **{each.name: each.is_right for each in result.probed}}
 
 
 def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
     """Print a table of all results by set, and return the object for `--json`.
 
-    names: the name of each weights file. The sets and probes of all results are compared.
+    names: the name of each weights file. The sets of all results are compared.
     """
     first, *later = map(_rights, results)
     differences = [
@@ -256,8 +215,8 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
                     f"{values['num_images']}",
                     f"{values['top1']:.2f}",
                     f"{values['top5']:.2f}" if has_top5 else "-",
-                    f"{values['loss']:.4f}" if "loss" in values else "-",
-                    f"{values['ece']:.2f}" if "ece" in values else "-",
+                    f"{values['loss']:.4f}",
+                    f"{values['ece']:.2f}",
                     _short(differences[number - 1][name]) if number else "",
                 )
             )
@@ -278,9 +237,8 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
 
 
 def _numbers(result: Result) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each set and probe, keyed by name. k-NN has neither loss nor ECE."""
-    numbers = {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
-    return {**numbers, **{each.name: each.to_dict() for each in result.probed}}
+    """Return the metrics of each set, keyed by name."""
+    return {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
 
 
 def _short(difference: PairedDifference) -> str:

@@ -133,8 +133,8 @@ def check_head(loaded: LoadedWeights) -> None:
     if loaded.num_classes == 0:
         raise WeightsError(
             f"{loaded.path} has no head, so it cannot classify: fine-tune it first"
-            " (init.checkpoint, init.reset_head), evaluate its features (launch/eval.py --knn or"
-            " --linear-probe), or pass --model NAME if it is another model"
+            " (init.checkpoint, init.reset_head; init.freeze=backbone trains only the head), or"
+            " pass --model NAME if it is another model"
         )
 
 

@@ -32,7 +32,6 @@ from vit.data.loader import Loader
 from vit.data.overlap import image_keys
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
-from vit.evaluation.features import head_of
 from vit.extras.report.source import ReportSource
 from vit.layers.precision import autocast
 from vit.system.host import num_cores
@@ -147,6 +146,22 @@ def find_near_doubles(
 
 
 @torch.no_grad()
+def _head_of(model: Any) -> nn.Module:
+    """Return the layer that computes the logits of a model, including timm models.
+
+    Raises ValueError if the layer is neither linear nor, in a model without a head, an identity.
+    """
+    head = getattr(model, "head", None)
+    if not isinstance(head, nn.Linear) and hasattr(model, "get_classifier"):
+        head = model.get_classifier()
+    if not isinstance(head, (nn.Linear, nn.Identity)):
+        raise ValueError(
+            f"--near needs a model with a linear head, but {type(model).__name__} ends in"
+            f" {type(head).__name__}: omit --near"
+        )
+    return head
+
+
 def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
     """Return the input of the model's head for each training and validation image.
 
@@ -158,7 +173,7 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
     """
     splits: list[Split | Sources] = [source.train_set.split, source.val_split]
     head_inputs: list[Tensor] = []
-    handle = head_of(source.model, "--near").register_forward_pre_hook(
+    handle = _head_of(source.model).register_forward_pre_hook(
         lambda _, inputs: head_inputs.append(inputs[0])
     )
     config = source.config
