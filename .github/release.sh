@@ -15,13 +15,15 @@ refuse() { printf 'error: %s\n' "$*" >&2; exit 2; }
 written=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
 [[ $written == "$version" ]] ||
   refuse "VERSION=$version, but pyproject.toml has version = \"$written\": change one, and commit"
-grep -Eq "^## ${version//./\\.}, 20[0-9]{2}-[0-9]{2}-[0-9]{2}$" docs/changelog.md ||
-  refuse "docs/changelog.md has no heading '## $version, $(date +%F)' (the date may differ): write it"
+grep -Eq "^## ${version//./\\.}, 20[0-9]{2}-[0-9]{2}-[0-9]{2}$" CHANGELOG.md ||
+  refuse "CHANGELOG.md has no heading '## $version, $(date +%F)' (the date may differ): write it"
+grep -q '^\[project\.urls\]$' pyproject.toml ||
+  refuse "pyproject.toml has no [project.urls]: add Repository, to which the package's page links"
 
 "${MAKE:-make}" lint docs
 out=build/release/$version
 rm -rf build/release build/lib build/bdist.* && mkdir -p "$out/built"
-awk -v start="## $version," '/^## / { on = index($0, start) == 1 } on' docs/changelog.md >"$out/notes.md"
+awk -v start="## $version," '/^## / { on = index($0, start) == 1 } on' CHANGELOG.md >"$out/notes.md"
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) && export SOURCE_DATE_EPOCH
 python -m build --no-isolation --outdir "$out/built" . >"$out/build.log" 2>&1 ||
   { tail -n 20 "$out/build.log" >&2; refuse "the package was not built: see $out/build.log"; }

@@ -27,6 +27,7 @@ LISTED = subprocess.run(
     cwd=REPOSITORY,
 ).stdout.split("\0")
 pytestmark = [pytest.mark.full, pytest.mark.skipif(len(LISTED) < 2, reason="not a git checkout")]
+URLS = '[project.urls]\nRepository = "https://example.org/vitline"'
 DATED = "## 0.2.0, 2026-11-26\n\n**Planted.** A line of the changelog.\n\n## 0.1.0, 2026-11-20"
 
 
@@ -52,7 +53,8 @@ def planted(tmp_path_factory) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, copy / name)
     replace(copy / "pyproject.toml", 'version = "0.1.0"', 'version = "0.2.0"')
-    replace(copy / "docs" / "changelog.md", "## 0.1.0, not yet released", DATED)
+    replace(copy / "pyproject.toml", "[project.scripts]", f"{URLS}\n\n[project.scripts]")
+    replace(copy / "CHANGELOG.md", "## 0.1.0, not yet released", DATED)
     git(copy, "init", "--quiet")
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "--message", "Plant a version")
@@ -74,8 +76,13 @@ def tag(copy: Path) -> None:
     git(copy, "tag", "v0.2.0")
 
 
+def forget_the_address(copy: Path) -> None:
+    replace(copy / "pyproject.toml", URLS, "")
+    git(copy, "commit", "--quiet", "--all", "--message", "Forget the address")
+
+
 def forget_the_heading(copy: Path) -> None:
-    replace(copy / "docs" / "changelog.md", "## 0.2.0, 2026-11-26", "## 0.2.0, not yet released")
+    replace(copy / "CHANGELOG.md", "## 0.2.0, 2026-11-26", "## 0.2.0, not yet released")
     git(copy, "commit", "--quiet", "--all", "--message", "Forget the heading")
 
 
@@ -86,7 +93,8 @@ def forget_the_heading(copy: Path) -> None:
         (None, "0.3.0", 'VERSION=0.3.0, but pyproject.toml has version = "0.2.0": change one'),
         (change, "0.2.0", "the checkout has changes or files outside of commits: commit or remove"),
         (tag, "0.2.0", "the tag v0.2.0 exists: choose another VERSION, or git tag --delete v0.2.0"),
-        (forget_the_heading, "0.2.0", "docs/changelog.md has no heading '## 0.2.0, "),
+        (forget_the_address, "0.2.0", "pyproject.toml has no [project.urls]: add Repository"),
+        (forget_the_heading, "0.2.0", "CHANGELOG.md has no heading '## 0.2.0, "),
     ],
 )
 def test_a_release_is_refused(planted, tmp_path, plant, version, message):

@@ -1,4 +1,4 @@
-"""Test that each row of the table in docs/faults.md and each promise in docs/security.md names
+"""Test that each row of the table in docs/faults.md and each promise in SECURITY.md names
 tests that exist."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from extras.deleted_extras import needs_of
 
 ROOT = Path(__file__).parents[2]
 FAULTS = (ROOT / "docs" / "faults.md").read_text()
-PROMISES = (ROOT / "docs" / "security.md").read_text()
+PROMISES = (ROOT / "SECURITY.md").read_text()
 NAMED = r"<br>`(tests/[\w/]+\.py)::(\w+)`"
 
 

@@ -1,4 +1,4 @@
-"""Test the promises in docs/security.md that affect more than one module.
+"""Test the promises in SECURITY.md that affect more than one module.
 
 A shell must never execute a setting as code, file names must not be able to control the terminal,
 and temporary paths must be private.
