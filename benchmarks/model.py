@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from measure import Result, create_parser, keep, machine, rows_of, take_turns
 from torch import nn
 
+from vit.layers.image_model import ImageModel
 from vit.layers.precision import AUTOCAST_DTYPE, autocast
 from vit.model import create_model
 from vit.start.compiling import compile_blocks
@@ -210,7 +211,7 @@ def measure_cell(
 ) -> Result:
     """Measure all contestants. Return a table with their ratios to the peers and the limit."""
     mode, precision, work = cell
-    flops = PASSES[work] * flops_per_image(contestants[OURS].model)
+    flops = PASSES[work] * flops_per_image(cast(ImageModel, contestants[OURS].model))
     turns: dict[str, Callable[[], float]] = {
         name: partial(images_per_s, contestant.model, images, work, precision, args.steps)
         for name, contestant in contestants.items()

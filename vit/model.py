@@ -37,6 +37,7 @@ from vit.layers.arguments import check_arguments, check_images, grid_size, heigh
 from vit.layers.attention_pool import AttentionPool
 from vit.layers.blocks import Blocks, Kept
 from vit.layers.drop_path import DropPaths, PatchDropout, add_branch
+from vit.layers.image_model import ImageModel
 from vit.layers.image_sizes import AtSize, OtherSizes
 from vit.layers.init import draw_as, lecun_normal_
 from vit.layers.norm import LayerScale, NormOf, create_norm
@@ -54,7 +55,7 @@ def create_model(
     image_size: int | tuple[int, int] | None = None,
     num_classes: int | None = None,
     **fields: Any,
-) -> nn.Module:
+) -> ImageModel:
     """Create a model by name, with newly initialized weights.
 
     Args:
@@ -205,7 +206,7 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(ImageModel):
     """A Vision Transformer for one image size.
 
     Args: see `ModelConfig` in vit/config/model_section.py, which documents every argument.

@@ -20,11 +20,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
 from vit.distributed.process_group import World
+from vit.layers.image_model import ImageModel
 from vit.layers.precision import LossScale, autocast
 from vit.optim.ema import Ema
 from vit.optim.optimizer import set_rates
@@ -50,7 +51,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ImageModel,
         optimizer: torch.optim.Optimizer,
         augment: Augment,
         objective: Objective,

@@ -8,6 +8,7 @@ from torch import nn
 from vit.data.augment.apply import Augment
 from vit.distributed.exact.leaves import Leaves
 from vit.distributed.process_group import World
+from vit.layers.image_model import ImageModel
 from vit.optim.norms import Norms
 from vit.step import TrainStep
 from vit.training.loss import Loss, cross_entropy
@@ -18,7 +19,7 @@ from vit.training.teacher import Distilled, Teacher
 
 
 def plain_step(
-    model: nn.Module,
+    model: ImageModel,
     wrapped: nn.Module,
     optimizer: torch.optim.Optimizer,
     augment: Augment,

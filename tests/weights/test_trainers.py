@@ -210,8 +210,9 @@ def test_an_error_about_names_says_first_that_none_fits():
     weights = timm.create_model("resnet10t", num_classes=7).state_dict()
     message = (
         "the weights do not fit the model: they are probably the weights of a ResNet; no name fits:"
-        " the source has conv1.0.weight, conv1.1.weight, conv1.1.bias, conv1.1.running_mean and 93"
-        " more, but the model cls_token, pos_embed, patch_embed.proj.weight, patch_embed.proj.bias"
+        " the source has conv1.0.weight, conv1.1.weight, conv1.1.bias, conv1.1.running_mean,"
+        " conv1.1.running_var and 92 more, but the model cls_token, pos_embed,"
+        " patch_embed.proj.weight, patch_embed.proj.bias, blocks.0.norm1.weight"
         " and 28 more: choose the model of these weights, or rename them"
     )
     with pytest.raises(WeightsError) as caught:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vit.config.base import VAL, OnlyWith, Section, Selection, height_width
 from vit.config.sample_layout import SETTINGS, layout_problems
@@ -120,7 +120,7 @@ def _judge(
     name, relation, allowed = re.split("(!?=|$)", condition, maxsplit=1)
     owner, _, key = name.rpartition(".")
     name = name if owner else prefix + key
-    value: Any = getattr(getattr(config, owner) if owner else section, key)
+    value: object = getattr(getattr(config, owner) if owner else section, key)
     text = value if isinstance(value, str) else json.dumps(value)
     current = f"{name}={shown(text)}"  # a stream command may contain a login
     if relation == "=":

@@ -302,7 +302,7 @@ def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) 
     return problems
 
 
-def _set(tree: dict[str, Any], path: Key, value: Any) -> None:
+def _set(tree: dict[str, Any], path: Key, value: object) -> None:
     for part in path[:-1]:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}
@@ -318,7 +318,7 @@ def _flatten(tree: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, Any
             yield (*path, key), value
 
 
-def _addresses(value: Any) -> Iterator[str]:
+def _addresses(value: object) -> Iterator[str]:
     """Yield each address in `value`: the value itself, or the `root` of each source or set."""
     if isinstance(value, str):
         yield value
@@ -331,7 +331,7 @@ def _addresses(value: Any) -> Iterator[str]:
             yield from _addresses(inner)
 
 
-def _get(tree: Any, path: Key) -> Any:
+def _get(tree: Any, path: Key) -> object:
     for part in path:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
@@ -405,7 +405,8 @@ def dump_yaml(
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     """Return `value` as JSON, or as unquoted text if YAML reads the text back unchanged."""
-    is_word = isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value)
-    return value if is_word and yaml.load(value, _StrictLoader) == value else json.dumps(value)
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value):
+        return value if yaml.load(value, _StrictLoader) == value else json.dumps(value)
+    return json.dumps(value)

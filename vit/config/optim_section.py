@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -139,7 +139,7 @@ class AdafactorConfig(OptimizerConfig):
     """Decay rate of the momentum."""
 
 
-def optimizer_name(value: Any) -> str:
+def optimizer_name(value: object) -> str:
     """Return the optimizer's name from the `optim` section, given as a dictionary or a section."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return name if isinstance(name, str) else "adamw"

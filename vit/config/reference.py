@@ -74,7 +74,7 @@ def settings() -> dict[str, Setting]:
     return every
 
 
-def as_yaml(value: Any) -> str:
+def as_yaml(value: object) -> str:
     """Return `value` in the notation of a config file."""
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ def count_equal(train_set: TrainSet, split: Split) -> int:
     return int(is_equal.sum())
 
 
-def image_keys(index: Any) -> NDArray[np.uint64]:
+def image_keys(index: np.ndarray) -> NDArray[np.uint64]:
     """Return one number per image, (n,), that combines its checksum and size.
 
     index: (n,) INDEX_DTYPE, or an object that returns its columns.

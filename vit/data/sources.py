@@ -258,7 +258,7 @@ def _describe(number: int, split: Split) -> str:
     return f"data.sources[{number}] ({split.root} {split.name!r})"
 
 
-def _how_to_name(root: Any) -> str:
+def _how_to_name(root: object) -> str:
     return (
         f"name its classes: move _info.json out of {root} and run `python -m data_prep.index"
         f" {root} --classes names.txt`, with one name per line"

@@ -298,7 +298,7 @@ class World:
             with suppress(StoreLost):
                 self._post(ENDED, message)
 
-    def gather(self, name: str, value: Any, limit: timedelta | None = None) -> list[Any]:
+    def gather(self, name: str, value: object, limit: timedelta | None = None) -> list[Any]:
         """Return the JSON `value` of every rank on rank 0. Other ranks return [] immediately.
 
         Raises RankLost if a rank does not respond within `limit` (None: COLLECTIVE_TIMEOUT).
@@ -326,7 +326,7 @@ class World:
         missing = silent_ranks(self.store, key, range(self.size))
         raise RankLost(f"{self._names(missing)} did not respond within {limit}")
 
-    def _post(self, key: str, value: Any) -> None:
+    def _post(self, key: str, value: object) -> None:
         assert self.store is not None, "there are other ranks"
         with self.asking_store():
             self.store.set(key, json.dumps(value))

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image as pillow
 from PIL import ImageOps
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.config import io as config_io
 from vit.config.schema import Config, EvalConfig
@@ -35,6 +35,7 @@ from vit.data.decode.crops import decode_center
 from vit.data.decode.images import to_mode
 from vit.data.image_format import ImageFormat
 from vit.layers.blocks import set_residual_dtype
+from vit.layers.image_model import ImageModel
 from vit.layers.precision import autocast, has_bf16
 from vit.model import create_model
 from vit.training.run_data import with_precision
@@ -121,7 +122,7 @@ def _encoded(image: Any, channels: int, view: EvalConfig) -> bytes:
 class Trained:
     """A trained model from `load`. `trained(inputs)` computes the logits of `launch/eval.py`."""
 
-    model: nn.Module
+    model: ImageModel
     """The model with its weights, in evaluation mode, on `device`."""
     preprocess: Preprocess
     class_names: tuple[str, ...]

@@ -31,7 +31,7 @@ def undrawn() -> Iterator[None]:
     """
 
     def instead_of(draw: Any) -> Any:
-        def leave(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def leave(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             return tensor if isinstance(tensor, nn.Parameter) else draw(tensor, *args, **kwargs)
 
         return leave

@@ -10,15 +10,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import nn
-
 from vit.layers.arguments import height_width
+from vit.layers.image_model import ImageModel
 from vit.system.spelling import did_you_mean
 
 
 def create_timm_model(
     name: str, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, **fields: Any
-) -> nn.Module:
+) -> ImageModel:
     """Create the timm model `name` (without `timm/`) for images of `image_size` pixels.
 
     Raises:

@@ -221,7 +221,7 @@ class Record:
         self._loggers = []
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Return `value` with None instead of non-finite numbers, even inside a dict or a list.
 
     JSON has no infinity, so readers in other languages would reject the line.

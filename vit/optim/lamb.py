@@ -16,7 +16,7 @@ class Lamb(timm.optim.Lamb):
     """LAMB without gradient clipping, because the training step clips the gradients."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """Update the parameters. The optimizer state must already exist."""
         assert closure is None
         for group in self.param_groups:

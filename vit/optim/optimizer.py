@@ -168,7 +168,7 @@ def _iterate_in_fp32_on_cpus() -> None:
     module: Any = muon
     iterate = module.zeropower_via_newtonschulz
 
-    def iterate_on_device(matrix: Tensor, *args: Any, **options: Any) -> Any:
+    def iterate_on_device(matrix: Tensor, *args: object, **options: object) -> Any:
         dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
         return iterate(matrix, *args, dtype=dtype, **options)
 
@@ -210,7 +210,7 @@ def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-def _moments(parameter: Tensor, config: Any, group: dict[str, Any]) -> State:
+def _moments(parameter: Tensor, config: object, group: dict[str, Any]) -> State:
     return {
         "step": torch.zeros((), device=parameter.device),
         "exp_avg": _zeros_like(parameter),

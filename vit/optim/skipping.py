@@ -46,14 +46,14 @@ class Undo:
         optimizer.register_step_post_hook(self._restore)
 
     @torch.no_grad()
-    def _save(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _save(self, optimizer: Any, args: object, kwargs: object) -> None:
         if getattr(optimizer, "found_inf", None) is None:
             return
         # Multiply by 1 to copy many tensors with one launch; `clone` needs one launch per tensor.
         self._saved = {kind: torch._foreach_mul(live, 1) for kind, live in self._live.items()}
 
     @torch.no_grad()
-    def _restore(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _restore(self, optimizer: Any, args: object, kwargs: object) -> None:
         for kind, difference in self._saved.items():
             live = self._live[kind]
             torch._foreach_sub_(difference, live)

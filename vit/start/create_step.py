@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.distributed.process_group import World
 from vit.feature import CreateReduce
 from vit.layers.blocks import set_residual_dtype
+from vit.layers.image_model import ImageModel
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.start.attention import choose_attention
@@ -24,7 +23,7 @@ def create_train_step(
     config: Config,
     plan: Plan,
     num_classes: int,
-    model: nn.Module,
+    model: ImageModel,
     world: World,
     objective: Objective,
     create_reduce: CreateReduce = data_parallel,

@@ -49,20 +49,20 @@ class Parser(argparse.ArgumentParser):
         self._typed: list[str] = []
 
     def parse_known_args(  # type: ignore[override]  # argparse has one for each kind of namespace
-        self, args: Sequence[str] | None = None, namespace: Any = None
+        self, args: Sequence[str] | None = None, namespace: object = None
     ) -> Any:
         """Parse like argparse, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_known_intermixed_args(  # type: ignore[override]  # argparse has one for each kind of namespace
-        self, args: Sequence[str] | None = None, namespace: Any = None
+        self, args: Sequence[str] | None = None, namespace: object = None
     ) -> Any:
         """Parse like argparse, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_intermixed_args(args, namespace)
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         """Check like argparse, and suggest the nearest choices."""
         try:
             super()._check_value(action, value)

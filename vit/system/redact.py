@@ -95,7 +95,7 @@ def shown(text: str) -> str:
     return text
 
 
-def shown_values(value: Any) -> Any:
+def shown_values(value: object) -> Any:
     """Return `value` with `shown` applied to every string in its lists and dictionaries."""
     if isinstance(value, str):
         return shown(value)

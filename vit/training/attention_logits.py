@@ -61,7 +61,7 @@ def catching(
             handle.remove()
 
 
-def queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> list[Tensor]:
+def queries_and_keys(attention: Any, x: Tensor, *args: object, **options: object) -> list[Tensor]:
     """Return the queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each.
 
     A MAP head has a single query: (1, heads, 1, head_dim).

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from vit.config.base import height_width
 from vit.config.schema import Config
+from vit.layers.image_model import ImageModel
 from vit.layers.image_sizes import take_sizes
 from vit.layers.parts import head_prefixes
 from vit.model import create_model
@@ -24,7 +25,7 @@ BEHIND_THE_BLOCKS = ("norm.", "fc_norm.", "attn_pool.")
 """Name prefixes of the parameters between the last block and the head."""
 
 
-def create_trained_model(config: Config, num_classes: int) -> Any:
+def create_trained_model(config: Config, num_classes: int) -> ImageModel:
     """Create the model of `config` with new weights, and freeze the part given by `init.freeze`.
 
     The model accepts every image size in `schedule.image_sizes`. Raises the ValueErrors of

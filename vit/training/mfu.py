@@ -14,11 +14,11 @@ import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
-from typing import Any
 
 import torch
 
 from vit.distributed.process_group import now_s
+from vit.layers.image_model import ImageModel
 from vit.layers.precision import AUTOCAST_DTYPE
 from vit.system.gpus import find_device
 from vit.training.model_summary import flops_per_image, frozen_flops_per_image
@@ -74,7 +74,7 @@ class Utilization:
 
 
 def train_flops_per_image(
-    model: Any, micro_batch_size: int, image_size: tuple[int, int] | None = None
+    model: ImageModel, micro_batch_size: int, image_size: tuple[int, int] | None = None
 ) -> int:
     """Return the FLOPs of training on one image, in micro-batches of the given size.
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from vit.layers.drop_path import DropPaths, PatchDropout
+from vit.layers.image_model import ImageModel
 from vit.training.freeze import frozen_parts
 
 
@@ -25,7 +26,9 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def flops_per_image(
-    model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
+    model: ImageModel,
+    training_batch_size: int | None = None,
+    image_size: tuple[int, int] | None = None,
 ) -> int:
     """Return the forward FLOPs of one image in matrix products and convolutions.
 
@@ -38,7 +41,9 @@ def flops_per_image(
 
 
 def frozen_flops_per_image(
-    model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
+    model: ImageModel,
+    training_batch_size: int | None = None,
+    image_size: tuple[int, int] | None = None,
 ) -> int:
     """Return the FLOPs in `flops_per_image` that frozen parts of the model account for."""
     parts = [name for name, _ in frozen_parts(model)]
@@ -54,7 +59,7 @@ def _flops(by_operator: dict[Any, float]) -> int:
 
 
 def flops_by_operator(
-    model: Any, training_batch_size: int | None, image_size: tuple[int, int] | None
+    model: ImageModel, training_batch_size: int | None, image_size: tuple[int, int] | None
 ) -> dict[str, dict[Any, float]]:
     """Return the forward FLOPs of one image, keyed by module name and operator.
 
@@ -82,7 +87,7 @@ def flops_by_operator(
     }
 
 
-def print_shapes(model: Any, name: str) -> None:
+def print_shapes(model: ImageModel, name: str) -> None:
     """Print a line for each stage of `model`, which is on the meta device, and the totals."""
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
     handles = _print_shapes_in_forward(model)

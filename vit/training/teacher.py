@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from vit.config import io as config_io
 from vit.config.schema import Config, DataConfig, DistillConfig
+from vit.layers.image_model import ImageModel
 from vit.layers.precision import autocast
 from vit.model import create_model
 from vit.system.files import WeightsError
@@ -70,8 +71,10 @@ class Teacher:
         identity: None for an untrained model that is only used to count FLOPs or measure time.
     """
 
-    def __init__(self, model: Any, own: Config, student: Config, identity: Identity | None = None):
-        self.model: nn.Module = model.eval().requires_grad_(False)
+    def __init__(
+        self, model: ImageModel, own: Config, student: Config, identity: Identity | None = None
+    ):
+        self.model: ImageModel = model.eval().requires_grad_(False)
         self.identity = identity
         self.config = student.distill
         self.precision = student.train.precision
@@ -237,7 +240,7 @@ def load_teacher(
     return Teacher(model.to(world.device), own, config, identity)
 
 
-def find_teacher(config: Config, num_classes: int) -> tuple[nn.Module, Config] | None:
+def find_teacher(config: Config, num_classes: int) -> tuple[ImageModel, Config] | None:
     """Return an untrained copy of the teacher, to count FLOPs or measure time, and its settings.
 
     The weights file may be missing if its name or `distill.teacher_model` identifies the model;
@@ -262,7 +265,7 @@ def describe_teacher(config: Config, num_classes: int) -> str:
     return _cost(model, own.model.name, own.model.size_text(), config.train.precision)
 
 
-def _cost(model: nn.Module, name: str, size: str, precision: str) -> str:
+def _cost(model: ImageModel, name: str, size: str, precision: str) -> str:
     return (
         f"{name} at {size}, {count_parameters(model):,} parameters,"
         f" {flops_per_image(model) / 1e9:.2f} GFLOP forward on top of the student's, with"
@@ -283,7 +286,7 @@ def _settings_of(path: str, name: str | None) -> dict[str, Any]:
         raise ValueError(f"distill.teacher: {_in_our_words(error)}") from None
 
 
-def _create(own: Config, student: Config, num_classes: int) -> nn.Module:
+def _create(own: Config, student: Config, num_classes: int) -> ImageModel:
     """Create the teacher's model for the data's classes. Raises ValueError if channels differ."""
     if own.model.in_chans != student.model.in_chans:
         raise ValueError(

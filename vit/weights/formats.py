@@ -306,7 +306,7 @@ def _open_parts(index: Path) -> Content:
     return Content(tensors, parts[0].metadata, notes)
 
 
-def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
+def _unpack(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
     """Return the tensors in `content`, extracted from nested containers."""
     while isinstance(content, dict):
         others = [name for name, value in content.items() if _has_matrices(value)]
@@ -334,7 +334,7 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     return content
 
 
-def _has_matrices(value: Any) -> bool:
+def _has_matrices(value: object) -> bool:
     """Return whether `value` is a dict of weights, unlike the states of random generators."""
     return isinstance(value, dict) and any(
         isinstance(each, Tensor) and each.ndim > 1 for each in value.values()

@@ -164,7 +164,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         ) from None
 
 
-def _height_width(size: Any) -> tuple[int, int]:
+def _height_width(size: object) -> tuple[int, int]:
     return _pair([size["height"], size["width"]] if isinstance(size, dict) else size)
 
 
@@ -218,7 +218,7 @@ def class_names_in(path: Path, num_classes: int) -> list[str]:
     return names if names != unnamed and all(isinstance(name, str) for name in names) else []
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _pair(size: object) -> tuple[int, int]:
     """Return (height, width) for a side or a pair. Raises TypeError for any other value."""
     sides = [size, size] if isinstance(size, int) else size
     if not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):

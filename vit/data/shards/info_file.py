@@ -104,7 +104,7 @@ def is_sidecar(content: Mapping[str, Any]) -> bool:
 
 
 def write_sidecar(
-    tar: Path, num_samples: int, sha256: str | None = None, **extra: Any
+    tar: Path, num_samples: int, sha256: str | None = None, **extra: object
 ) -> dict[str, Any]:
     """Write and return the sidecar of a complete tar.
 
@@ -139,7 +139,7 @@ def make_info(
     options: dict[str, Any],
     class_names: list[str],
     num_classes: int,
-    **extra: Any,
+    **extra: object,
 ) -> dict[str, Any]:
     """Return the content of `_info.json`.
 
@@ -187,7 +187,7 @@ def sidecars_sha256(sidecars: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def _content_sha256(content: Any) -> str:
+def _content_sha256(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -78,7 +78,7 @@ class LocalTars:
         """Open all shards, so that processes forked later share the descriptors."""
         self._open(range(len(self.filenames)))
 
-    def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
+    def prefetch(self, samples: NDArray[np.int64], index: np.ndarray, firsts: list[int]) -> None:
         """Ask the kernel to read these images and their tar headers in the background."""
         rows = index[samples]
         shards = (np.searchsorted(firsts, samples, side="right") - 1).tolist()

@@ -130,7 +130,7 @@ class SampleLayout:
         """Return the label from the content of a label member. Raises InvalidSample."""
         suffix, colon, field = self.label.partition(":")
         plain = data.decode("utf-8-sig", "replace")
-        value: Any = _json_field(data, suffix, field) if colon else plain
+        value: object = _json_field(data, suffix, field) if colon else plain
         number = as_integer(value)
         if number is not None and number >= 0:
             return number
@@ -226,7 +226,7 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
     )
 
 
-def _parsed(data: bytes) -> Any:
+def _parsed(data: bytes) -> object:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -238,7 +238,7 @@ def _parsed(data: bytes) -> Any:
 _ABSENT = object()
 
 
-def _json_field(data: bytes, suffix: str, field: str) -> Any:
+def _json_field(data: bytes, suffix: str, field: str) -> object:
     try:
         content = json.loads(data)
     except ValueError as error:
@@ -255,7 +255,7 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
     return value
 
 
-def as_integer(value: Any) -> int | None:
+def as_integer(value: object) -> int | None:
     """Return a label that is a number or the text of a number, else None.
 
     Accepts 3.0, because tables with missing values are often exported with 3.0 instead of 3.

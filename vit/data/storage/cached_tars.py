@@ -248,7 +248,7 @@ class CachedTars:
         host."""
         return fetch_threads_per_process(num_processes) * FETCH_BYTES
 
-    def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
+    def prefetch(self, samples: NDArray[np.int64], index: np.ndarray, firsts: list[int]) -> None:
         """Fetch the blocks of these samples in the background, if the cache can store them.
 
         index, firsts: unused. Errors are raised when the sample is read.

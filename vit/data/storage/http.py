@@ -16,7 +16,7 @@ import io
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vit.data.shards.reader import Version
 from vit.data.storage.http_request import get, reason_of
@@ -24,6 +24,9 @@ from vit.system.files import ShardError
 from vit.system.redact import shown
 from vit.system.retry import RetryableError, RetryPolicy, note_progress
 from vit.system.urls import address, login_hint
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
 
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10.0
@@ -93,7 +96,7 @@ class WebFile(io.RawIOBase):
         self.parts_only = parts_only
         self._where = shown(address(url, name))
         self._while_waiting = while_waiting
-        self._response: Any = None
+        self._response: BaseHTTPResponse | None = None
         self._is_whole = False
         """Whether the response contains the entire file, regardless of the requested range."""
         self._position = 0
@@ -217,7 +220,7 @@ class WebFile(io.RawIOBase):
         else:
             self._response = response
 
-    def _check_answer(self, response: Any, requested: str) -> int:
+    def _check_answer(self, response: BaseHTTPResponse, requested: str) -> int:
         """Store the response's position in the file, and return the file's size, -1 if unknown.
 
         Raises RetryableError if a retry may help, else another error.
@@ -274,7 +277,7 @@ class WebFile(io.RawIOBase):
         self._end = last + 1
         return size
 
-    def _check_version(self, response: Any, size: int) -> None:
+    def _check_version(self, response: BaseHTTPResponse, size: int) -> None:
         tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
         now = Version(size, tag)
         if self.version not in (None, now):
@@ -282,7 +285,7 @@ class WebFile(io.RawIOBase):
             raise RetryableError(str(error.strerror), final=error)
         self.version = now
 
-    def _refusal(self, response: Any) -> Exception:
+    def _refusal(self, response: BaseHTTPResponse) -> Exception:
         """Return the error to raise for a response without the file.
 
         If the file has been read before, the error is temporary, because a token may just be in the
@@ -350,7 +353,7 @@ class WebFolder:
             return b"".join(iter(file.read1, b""))
 
 
-def _retry_after_s(response: Any) -> float | None:
+def _retry_after_s(response: BaseHTTPResponse) -> float | None:
     import urllib3
 
     try:

@@ -8,12 +8,15 @@ import socket
 import ssl
 import urllib.parse
 import urllib.request
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vit.system.files import ShardError
 from vit.system.redact import shown
 from vit.system.retry import NUM_REFUSALS, RetryableError
 from vit.system.urls import address, credentials, on_the_web
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
 
 NUM_CONNECTIONS = 16
 """The number of connections per server that a process keeps open."""
@@ -32,7 +35,7 @@ def get(
     was_there: bool,
     connect_s: float,
     silence_s: float,
-) -> Any:
+) -> BaseHTTPResponse:
     """Return the response to a GET request after redirects. Its content is not read yet.
 
     Each server receives only its own credentials. url, name: see `address`. was_there: whether the

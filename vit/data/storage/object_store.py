@@ -16,13 +16,16 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from vit.data.shards.reader import Version
 from vit.data.storage.http import ATTEMPT_S, Refused, replaced
 from vit.system.files import FULL, ShardError, temporary_file
 from vit.system.redact import shown
 from vit.system.retry import RetryableError, RetryPolicy, note_progress
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 SMALLEST_PIECE = 64 << 10
 """The minimum number of bytes per request. After timeouts, requests shrink to this size."""
@@ -128,7 +131,7 @@ class ObjectStore:
         at = start
         piece_bytes = stop - start
 
-        def read(fs: Any, path: str) -> None:
+        def read(fs: AbstractFileSystem, path: str) -> None:
             nonlocal at, piece_bytes
             while at < stop:
                 end = min(at + piece_bytes, stop)
@@ -163,7 +166,7 @@ class ObjectStore:
         """Create and remove an empty file. Raises Refused if, for example, the bucket does not
         exist."""
 
-        def probe(fs: Any, path: str) -> None:
+        def probe(fs: AbstractFileSystem, path: str) -> None:
             self._make_parent(fs, f"{path}/{name}")
             fs.pipe_file(f"{path}/{name}", b"", **_timeout(fs))
             fs.rm_file(f"{path}/{name}")
@@ -180,7 +183,7 @@ class ObjectStore:
         """
         name = name or path.name
 
-        def put(fs: Any, folder: str) -> None:
+        def put(fs: AbstractFileSystem, folder: str) -> None:
             size = path.stat().st_size  # read per attempt, because a log may grow
             self._make_parent(fs, f"{folder}/{name}")
             fs.put_file(str(path), f"{folder}/{name}", **self._transfer)
@@ -195,7 +198,7 @@ class ObjectStore:
         "create") ignore this. in_use: see `_call`.
         """
 
-        def put(fs: Any, folder: str) -> bool:
+        def put(fs: AbstractFileSystem, folder: str) -> bool:
             target = f"{folder}/{name}"
             self._make_parent(fs, target)
             if only_new:
@@ -224,11 +227,11 @@ class ObjectStore:
         on_bytes: called with the total number of bytes received.
         """
 
-        def get(fs: Any, folder: str) -> None:
+        def get(fs: AbstractFileSystem, folder: str) -> None:
             from fsspec.callbacks import Callback
 
             class Progress(Callback):
-                def call(self, *_: Any, **__: Any) -> None:
+                def call(self, *_: object, **__: object) -> None:
                     note_progress()
                     if on_bytes is not None:
                         on_bytes(self.value)
@@ -251,7 +254,7 @@ class ObjectStore:
     def remove(self, name: str, in_use: bool = False) -> None:
         """Remove a file if it exists. in_use: see `_call`."""
 
-        def remove(fs: Any, path: str) -> None:
+        def remove(fs: AbstractFileSystem, path: str) -> None:
             with suppress(FileNotFoundError):
                 fs.rm_file(f"{path}/{name}")
 
@@ -266,7 +269,7 @@ class ObjectStore:
         if self.kind is not S3:
             return
 
-        def abort(fs: Any, path: str) -> None:
+        def abort(fs: AbstractFileSystem, path: str) -> None:
             bucket, key, _ = fs.split_path(path)
             uploads = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
             for upload in uploads.get("Uploads", []):
@@ -281,7 +284,7 @@ class ObjectStore:
         with suppress(ValueError, OSError):
             ObjectStore(self.url, replace(self.retry, limit_s=0.0))._call("", abort)
 
-    def _make_parent(self, fs: Any, path: str) -> None:
+    def _make_parent(self, fs: AbstractFileSystem, path: str) -> None:
         if self.kind is None:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
@@ -373,11 +376,11 @@ def _check_arrived(arrived: int, size: int) -> None:
         raise RetryableError(f"{arrived} of {size} bytes arrived")
 
 
-def _timeout(fs: Any) -> dict[str, float]:
+def _timeout(fs: AbstractFileSystem) -> dict[str, float]:
     return {"timeout": ATTEMPT_S} if fs.async_impl else {}
 
 
-def _list(fs: Any, path: str) -> dict[str, Version]:
+def _list(fs: AbstractFileSystem, path: str) -> dict[str, Version]:
     fs.invalidate_cache(path)  # other processes also write to this folder
     return {
         entry["name"].rsplit("/", 1)[-1]: _version_of(entry)
@@ -386,25 +389,25 @@ def _list(fs: Any, path: str) -> dict[str, Version]:
     }
 
 
-def _list_below(fs: Any, path: str) -> dict[str, Version]:
+def _list_below(fs: AbstractFileSystem, path: str) -> dict[str, Version]:
     fs.invalidate_cache()
     entries = fs.find(path, detail=True, **_timeout(fs))
     return {name[len(path) + 1 :]: _version_of(entry) for name, entry in entries.items()}
 
 
-def _changed_at(fs: Any, path: str) -> datetime:
+def _changed_at(fs: AbstractFileSystem, path: str) -> datetime:
     fs.invalidate_cache()
     return fs.modified(path)
 
 
-def _listed_version(fs: Any, path: str, name: str) -> Version | None:
+def _listed_version(fs: AbstractFileSystem, path: str, name: str) -> Version | None:
     try:
         return _list(fs, path).get(name)
     except (FileNotFoundError, PermissionError):  # listing may be forbidden
         return None
 
 
-def _version(fs: Any, path: str, name: str) -> Version:
+def _version(fs: AbstractFileSystem, path: str, name: str) -> Version:
     fs.invalidate_cache(path)  # drop earlier responses
     return _version_of(fs.info(f"{path}/{name}" if name else path, **_timeout(fs)))
 

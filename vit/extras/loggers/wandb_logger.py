@@ -190,6 +190,6 @@ class WandbProcess:
             raise
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Convert numpy and torch numbers and arrays to Python objects, and anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

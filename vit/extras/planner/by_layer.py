@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vit.config.schema import Config
 from vit.extras.planner.device_memory import LiveBytes
 from vit.extras.planner.memory import drop_memory, step_memory
+from vit.layers.image_model import ImageModel
 from vit.model import create_model
 from vit.system.meter import MIB
 from vit.training.model_summary import count_parameters, flops_by_operator, print_shapes
@@ -44,7 +45,7 @@ class LayerCost(NamedTuple):
     operations."""
 
 
-def layer_costs(model: Any) -> list[LayerCost]:
+def layer_costs(model: ImageModel) -> list[LayerCost]:
     """Return the cost of each layer of `model`, in the order of the forward pass.
 
     `model` must be on the meta device. Layers without parameters and operations are omitted. All
@@ -59,7 +60,7 @@ def layer_costs(model: Any) -> list[LayerCost]:
     order = list[str]()
 
     def watch(name: str, module: nn.Module) -> Any:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        def note(module: nn.Module, inputs: object, output: object) -> None:
             if isinstance(output, Tensor) and name not in shapes:
                 shapes[name] = f"({', '.join(map(str, ('B', *output.shape[1:])))})"
                 order.append(name)
@@ -105,7 +106,7 @@ def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
     )
     per_image = (more.total - some.total) // FROM_IMAGES
     with torch.device("meta"):
-        model: Any = create_model(config.model, num_classes=num_classes).eval()
+        model: ImageModel = create_model(config.model, num_classes=num_classes).eval()
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         drop_memory(model, torch.device("cpu"))
         images = torch.empty(1, model.in_chans, *model.image_size)

@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
         self._count_gradients = count_gradients
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, function: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0  # the update count of an optimizer, which does not affect sizes

@@ -12,7 +12,6 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from vit.extras.planner.data_size import DataSize, size_and_plan
 from vit.extras.planner.memory import StepMemory, step_memory
 from vit.extras.planner.roofline import UPDATE_BYTES, Work, forward_work, seconds, training_work
 from vit.extras.planner.speed import RESULTS, EndToEnd, Speed, choose_speed, end_to_end
+from vit.layers.image_model import ImageModel
 from vit.start.needs import DiskNeeds, HostMemory, Load, disk_needs, host_memory
 from vit.system.gpus import Gpu
 from vit.system.meter import GIB
@@ -280,7 +280,7 @@ def largest_micro_batch(
     return sizes[position]
 
 
-def _train_work(config: Config, plan: Plan, model: Any, image_size: tuple[int, int]) -> Work:
+def _train_work(config: Config, plan: Plan, model: ImageModel, image_size: tuple[int, int]) -> Work:
     """Return the work of training on one image.
 
     With activation checkpointing, the embedding and the head are counted like blocks.

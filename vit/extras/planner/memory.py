@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +101,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     rank_batch_size = plan.rank_batch_size
     device = torch.device("cpu")
     with torch.device("meta"):
-        model: Any = create_trained_model(config, num_classes)
+        model = create_trained_model(config, num_classes)
         teacher_parts = find_teacher(config, num_classes)
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)

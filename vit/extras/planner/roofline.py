@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vit.layers.image_model import ImageModel
 from vit.system.gpus import Gpu, find_device
 from vit.training.freeze import frozen_parts
 from vit.training.model_summary import flops_by_operator
@@ -61,7 +62,9 @@ class Work:
 
 
 def forward_work(
-    model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
+    model: ImageModel,
+    training_batch_size: int | None = None,
+    image_size: tuple[int, int] | None = None,
 ) -> tuple[Work, Work]:
     """Return the work of a forward pass for one image, and the part of it in trained layers.
 
@@ -130,7 +133,7 @@ def seconds(work: Work, gpu: Gpu, precision: str, compiled: bool) -> float:
 
 
 def bound_s(
-    model: Any, num_images: int, micro_batch_size: int, device_name: str, precision: str
+    model: ImageModel, num_images: int, micro_batch_size: int, device_name: str, precision: str
 ) -> float | None:
     """Return the time of a training step of `num_images` at the limits of a device, or None if its
     peak is unknown.

@@ -62,7 +62,7 @@ class Argument(NamedTuple):
 
     flags: tuple[str, ...]
     type: str
-    default: Any
+    default: object
     rule: str
     """The rule that maps the argument, or a short explanation if a function maps it."""
     in_recipe: bool

@@ -44,8 +44,8 @@ class Difference(NamedTuple):
     """A setting whose values differ between two recipes."""
 
     key: str
-    first: Any
-    second: Any
+    first: object
+    second: object
     kind: str
     """One of `vit.extras.recipes.effects.KINDS`."""
     text: str
@@ -124,7 +124,7 @@ def change_text(difference: Difference) -> str:
     return " -> ".join(_shown(difference.key, value) for value in values)
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown(key: str, value: object) -> str:
     """Format a value. For `None`, add its meaning from the schema."""
     if value is None or value == []:
         section, _, name = key.partition(".")

@@ -138,7 +138,7 @@ def nested(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def is_default(key: str, value: Any, optimizer: str) -> bool:
+def is_default(key: str, value: object, optimizer: str) -> bool:
     """Return whether `value` is the default of `key`. optimizer: the value of `optim.name`."""
     section, _, name = key.partition(".")
     fields = sections()[section][0].model_fields

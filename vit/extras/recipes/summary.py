@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from vit.config.io import dump_yaml
 from vit.extras.recipes.importing import Imported, is_default, nested
@@ -123,7 +122,7 @@ def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
     return shown
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vit.layers.image_model import ImageModel
 from vit.layers.parts import grid_size
 from vit.training.attention_logits import attention_modules, catching, logits_of
 
 
-def check_rollout(model: nn.Module) -> tuple[int, int]:
+def check_rollout(model: ImageModel) -> tuple[int, int]:
     """Return the grid (h, w) of patches. Raises ValueError if rollout is not supported."""
     grid = grid_size(model)
     global_pool = getattr(model, "global_pool", "avg")
@@ -28,7 +29,7 @@ def check_rollout(model: nn.Module) -> tuple[int, int]:
     return grid
 
 
-def _is_read(model: nn.Module) -> bool:
+def _is_read(model: ImageModel) -> bool:
     """Return whether `attention_maps` can compute the pooling weights of the head."""
     global_pool = getattr(model, "global_pool", "avg")
     if global_pool != "map":
@@ -53,7 +54,7 @@ class AttentionMaps(NamedTuple):
 
 
 @torch.no_grad()
-def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
+def attention_maps(model: ImageModel, images: Tensor) -> AttentionMaps:
     """Return the attention of each block and of the head.
 
     images: (B, C, H, W) float, normalized. ViT-B/16 at 224 pixels needs 22 MB per image. The model
@@ -75,7 +76,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
     return AttentionMaps(blocks, _reading(model, blocks, maps[len(blocks) :]), logits)
 
 
-def _reading(model: Any, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | None:
+def _reading(model: ImageModel, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | None:
     """Return `AttentionMaps.reading`. pool: the map of a MAP head, (B, heads, 1, tokens)."""
     if not _is_read(model):
         return None
@@ -144,7 +145,7 @@ def patch_distances(grid: tuple[int, int], patch_size: tuple[int, int]) -> Tenso
     return torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist").float()
 
 
-def rollouts(model: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def rollouts(model: ImageModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention rollout, (B, h, w) float32, and the logits of B inputs, on the CPU.
 
     inputs: (B, C, H, W) float, normalized. Raises ValueError if the model does not support rollout.
@@ -201,7 +202,7 @@ def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return components[:num], shares[:num]
 
 
-def filter_components(model: nn.Module, num: int) -> tuple[Tensor, Tensor]:
+def filter_components(model: ImageModel, num: int) -> tuple[Tensor, Tensor]:
     """Return the first principal components of the patch embedding's filters, and their shares.
 
     The components are computed as for Figure 7 (left) of Dosovitskiy et al. 2021 (arXiv
@@ -221,7 +222,7 @@ def filter_components(model: nn.Module, num: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def token_features(model: Any, inputs: Tensor) -> Tensor:
+def token_features(model: ImageModel, inputs: Tensor) -> Tensor:
     """Return the features of patches after the last block, (B, h*w, D) float32.
 
     inputs: (B, C, H, W) float, normalized.

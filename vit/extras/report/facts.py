@@ -298,7 +298,7 @@ def _fault_text(line: dict[str, Any]) -> str:
     return f"{reason} ({'; '.join(details)})" if details else reason
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if value is None:
         return "not finite"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -309,7 +309,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     for section, values in config_io.to_dict(config).items():
         for key, info in type(getattr(config, section)).model_fields.items():
-            default: Any = "required"
+            default: object = "required"
             if not info.is_required():
                 # JSON converts tuples to lists, as in the config.
                 default = json.loads(json.dumps(info.get_default(call_default_factory=True)))
@@ -329,7 +329,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from vit.extras.report.attention import (
     token_colors,
     token_features,
 )
+from vit.layers.image_model import ImageModel
 from vit.layers.parts import grid_size
 from vit.system.drawing import (
     BLUE,
@@ -73,7 +74,7 @@ class Images(NamedTuple):
     """A function that is called with the number of images that the model has processed."""
 
 
-def patch_size_of(model: Any) -> tuple[int, int]:
+def patch_size_of(model: ImageModel) -> tuple[int, int]:
     """Return (height, width) of a patch in pixels. Raises ValueError if there are no patches."""
     grid = grid_size(model)
     if grid is None:
@@ -82,7 +83,7 @@ def patch_size_of(model: Any) -> tuple[int, int]:
     return height // grid[0], width // grid[1]
 
 
-def draw_filters(model: Any, picture: Path) -> str:
+def draw_filters(model: ImageModel, picture: Path) -> str:
     """Draw the components of the patch embedding, and return the caption."""
     components, shares = filter_components(model, MAX_SHOWN)
     # Gray is 0, and each component is scaled to its largest value.
@@ -104,7 +105,7 @@ def draw_filters(model: Any, picture: Path) -> str:
     )
 
 
-def draw_positions(model: Any, picture: Path) -> str:
+def draw_positions(model: ImageModel, picture: Path) -> str:
     """Draw the similarity of position embeddings, and return the caption."""
     positions = getattr(model, "pos_embed", None)
     grid = grid_size(model)
@@ -120,7 +121,7 @@ def draw_positions(model: Any, picture: Path) -> str:
     )
 
 
-def draw_distance(model: Any, images: Images, picture: Path) -> str:
+def draw_distance(model: ImageModel, images: Images, picture: Path) -> str:
     """Draw the mean attention distance of all heads over the images, and return the caption."""
     distances = mean_distances(model, images).numpy()
     grid = grid_size(model)
@@ -150,7 +151,7 @@ def draw_distance(model: Any, images: Images, picture: Path) -> str:
     )
 
 
-def mean_distances(model: Any, images: Images) -> Tensor:
+def mean_distances(model: ImageModel, images: Images) -> Tensor:
     """Return `attention_distance` averaged over the images, (layers, heads) float32 on the CPU."""
     grid = grid_size(model)
     patch_size = patch_size_of(model)
@@ -164,7 +165,7 @@ def mean_distances(model: Any, images: Images) -> Tensor:
     return added[0] / len(images.pixels)
 
 
-def draw_tokens(model: Any, images: Images, picture: Path) -> str:
+def draw_tokens(model: ImageModel, images: Images, picture: Path) -> str:
     """Draw the features of patches as colors, and return the caption."""
     grid = grid_size(model)
     if grid is None or not hasattr(model, "num_prefix_tokens"):
@@ -188,7 +189,9 @@ def draw_tokens(model: Any, images: Images, picture: Path) -> str:
     )
 
 
-def heads_and_rollout(model: Any, normalize: Normalize, image: Tensor) -> tuple[Tensor, Tensor]:
+def heads_and_rollout(
+    model: ImageModel, normalize: Normalize, image: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return attention maps, (layers, heads, h, w), and attention rollout, (h, w), on the CPU.
 
     The last layer may be a MAP head. image: (C, H, W) uint8. Raises ValueError if the model does

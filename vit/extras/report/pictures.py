@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from vit.extras.report.example_images import pick_images
 from vit.extras.report.history import read_history
 from vit.extras.report.mistakes import write_mistakes
 from vit.extras.report.source import ReportSource, as_sentence
+from vit.layers.image_model import ImageModel
 from vit.run_folder.paths import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import remove_leftovers
 from vit.training.metrics import predicted_classes
@@ -170,7 +171,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
 
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
-    model: Any = source.model
+    model: ImageModel = source.model
     check_rollout(model)
     predictions = None
     with suppress(ValueError):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.config import io as config_io
 from vit.config.schema import Config
@@ -27,6 +27,7 @@ from vit.data.order import Order
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet
 from vit.extras.report.confusion import confusion_matrix
+from vit.layers.image_model import ImageModel
 from vit.model import create_model
 from vit.run_folder.paths import CONFIG_FILE, PREDICTIONS_FILE
 from vit.system.files import WeightsError
@@ -155,7 +156,7 @@ class ReportSource:
         return confusion_matrix(labels, predictions, num_classes)
 
     @cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> ImageModel:
         """The model with its weights, in evaluation mode."""
         model = create_model(self.config.model, num_classes=self.num_classes)
         load_weights(model, self.weights.weights, self.weights.grid_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
     place = trial.config.run.dir
     is_away = is_url(place)
     # For a run at a URL, only the metadata of each checkpoint is read.
-    source: Any = trial.run_dir
+    source: Path = trial.run_dir
     if is_away:
         source = newest_info(str(place))
     newest = checkpoints.newest_checkpoint(source, verify=False)

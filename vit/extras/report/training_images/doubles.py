@@ -33,6 +33,7 @@ from vit.data.overlap import image_keys
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
 from vit.extras.report.source import ReportSource
+from vit.layers.image_model import ImageModel
 from vit.layers.precision import autocast
 from vit.system.host import num_cores
 
@@ -146,7 +147,7 @@ def find_near_doubles(
 
 
 @torch.no_grad()
-def _head_of(model: Any) -> nn.Module:
+def _head_of(model: ImageModel) -> nn.Module:
     """Return the layer that computes the logits of a model, including timm models.
 
     Raises ValueError if the layer is neither linear nor, in a model without a head, an identity.

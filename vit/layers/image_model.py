@@ -1,0 +1,35 @@
+"""The attributes that every model has, ours or timm's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ImageModel(nn.Module):
+    """An image classifier: (B, in_chans, H, W) -> (B, num_classes).
+
+    `VisionTransformer` is a subclass. A model of timm gets `image_size` and `in_chans` from
+    `vit.layers.timm_model`, and is only declared as an `ImageModel`.
+    """
+
+    image_size: tuple[int, int]
+    """The height and width of images in pixels."""
+    in_chans: int
+    """The number of channels of images."""
+    num_prefix_tokens: int
+    """The number of tokens before those of patches, in Vision Transformers only."""
+    blocks: Any
+    """The blocks in order, in Vision Transformers only."""
+    patch_embed: Any
+    """The first layer, in Vision Transformers only."""
+    pos_embed: Tensor | None
+    """The learned position embedding, in Vision Transformers only."""
+    global_pool: str
+    """How tokens become one vector (timm's `global_pool`), in Vision Transformers only."""
+    forward_features: Callable[[Tensor], Tensor]
+    """Returns the tokens after the last block and its norm, (B, N, D)."""
+    get_classifier: Callable[[], nn.Module]
+    """Returns the head, in models of timm only."""
