@@ -49,15 +49,15 @@ class Parser(argparse.ArgumentParser):
         self._typed: list[str] = []
 
     def parse_known_args(  # type: ignore[override]  # argparse has one for each kind of namespace
-        self, args: Sequence[str] | None = None, namespace: object = None
-    ) -> Any:
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse like argparse, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_known_intermixed_args(  # type: ignore[override]  # argparse has one for each kind of namespace
-        self, args: Sequence[str] | None = None, namespace: object = None
-    ) -> Any:
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse like argparse, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_intermixed_args(args, namespace)
