@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from inputs.timm_loop import check_known, timm_loop
-from measure import as_result, default_out, keep, machine, rows_of
-from trainings import (
+from inputs.trainings import (
     Difference,
     Outcome,
     Training,
@@ -40,6 +39,7 @@ from trainings import (
     rights,
     trained,
 )
+from measure import as_result, default_out, keep, machine, rows_of
 
 from vit.config.io import load_config
 from vit.config.schema import Config

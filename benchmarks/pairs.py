@@ -10,7 +10,7 @@ not see (`TUNING_SEED`). The comparison then trains on all training images with 
 uses the evaluation images only at the end. Drop path and averaging use the learning rate of the arm
 that they modify.
 
-The interval treats both seeds and originals as random (`trainings.difference`). Run the same
+The interval treats both seeds and originals as random (`inputs.trainings.difference`). Run the same
 command again to resume an interrupted comparison.
 
 FILE.json contains all figures, FILE.md the tables, and FILE.png the differences.
@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from measure import default_out, keep, machine
-from trainings import (
+from inputs.trainings import (
     Difference,
     Training,
     difference,
@@ -37,6 +36,7 @@ from trainings import (
     rights,
     trained,
 )
+from measure import default_out, keep, machine
 
 from vit.config.io import load_config
 from vit.data.storage.opening import open_split

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from inputs.trainings import Outcome
 from numpy.typing import NDArray
 from PIL import Image
 from timm import create_model
@@ -30,7 +31,6 @@ from timm.scheduler import CosineLRScheduler
 from timm.utils import dispatch_clip_grad
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from trainings import Outcome
 
 from vit.config.io import differences, to_dict
 from vit.config.schema import Config

@@ -1,5 +1,5 @@
-"""Test the confidence intervals of benchmarks/trainings.py, and that the project trains exactly
-like a plain loop built from timm's components."""
+"""Test the confidence intervals of benchmarks/inputs/trainings.py, and that the project trains
+exactly like a plain loop built from timm's components."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_interval_covers_the_true_difference_over_seeds_and_images(module):
-    trainings = module("trainings")
+    trainings = module("inputs.trainings")
     groups = np.repeat(np.arange(ORIGINALS), RENDERINGS)
     rng = np.random.default_rng(0)
     covered = 0
@@ -63,7 +63,7 @@ def test_the_interval_covers_the_true_difference_over_seeds_and_images(module):
 
 
 def test_the_interval_is_never_narrower_than_that_of_seeds_or_images(module):
-    trainings = module("trainings")
+    trainings = module("inputs.trainings")
     groups = np.repeat(np.arange(ORIGINALS), RENDERINGS)
     rng = np.random.default_rng(1)
     for _ in range(20):
