@@ -119,6 +119,17 @@ def test_passes_that_a_library_undoes_are_not_steps(counts, log):
     assert found.ends_together
 
 
+def test_the_page_and_the_record_show_the_recorded_counts(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks" / "resume"))
+    rows = importlib.import_module("rows")
+    record = next((REPOSITORY / "benchmarks" / "results").glob("*-resume-truth-*.json"))
+    page = (REPOSITORY / "docs" / "resume_truth.md").read_text()
+    for table in rows.table(json.loads(record.read_text())).strip().split("\n\n"):
+        assert table in page
+    for name in rows.PROMISES:
+        assert name in rows.CONTESTANTS
+
+
 def test_a_script_has_at_most_60_lines(monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks" / "resume"))
     rows = importlib.import_module("rows")
