@@ -29,8 +29,9 @@ from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.extras.recipes.difference import read_recipe
-from vit.extras.recipes.importing import PROGRAMS, import_recipe
+from vit.extras.recipes.importing import import_recipe
 from vit.extras.recipes.preview import draw_curves, groups_table, in_words, steps_line
+from vit.extras.recipes.programs import PROGRAMS
 from vit.extras.recipes.rates import IMAGENET
 from vit.extras.recipes.summary import account, yaml_text
 from vit.system.command_line import Parser
@@ -50,15 +51,16 @@ def import_(args: Namespace) -> None:
     imported = import_recipe(args.recipe, args.program, args.gpus)
     imported.config()  # raises an error before writing a file if settings are invalid
     text = yaml_text(imported, args.out)
+    report = account(imported)
     if args.out is None:
-        print(account(imported), file=sys.stderr)
+        print(report, file=sys.stderr)
         print(text, end="")
         return
     with report_write_errors(args.out, "--out "):
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(args.out) as file:
             file.write(text.encode())
-    print(account(imported))
+    print(report)
     print(f"\n{args.out}")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from vit.extras.recipes.importing import PROGRAMS, import_recipe
+from vit.extras.recipes.importing import import_recipe
+from vit.extras.recipes.programs import PROGRAMS
 
 
 @pytest.mark.parametrize(

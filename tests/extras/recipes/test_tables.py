@@ -14,7 +14,7 @@ import pytest
 
 from vit.config.hints import all_keys
 from vit.extras.recipes import big_vision, deit, deit3_jax, mae, timm_train, torchvision_references
-from vit.extras.recipes.arguments import make_table, read_mapping, read_words
+from vit.extras.recipes.arguments import make_table, read_words, read_yaml
 from vit.extras.recipes.timm_table import OLDER_DEFAULTS
 
 PARSERS = json.loads(Path(__file__).with_name("parsers.json").read_text())
@@ -112,7 +112,7 @@ def test_a_table_has_the_types_of_the_programs_parser(program):
 def test_each_key_of_a_config_has_a_function_or_a_rule():
     for argument in big_vision.RULES:
         is_rule = argument.rule.startswith(("-", "{", "differs: "))
-        if argument.name not in big_vision.HANDLERS and not is_rule:
+        if argument.name not in big_vision.PROGRAM.handlers and not is_rule:
             assert set(argument.rule.strip("[]?").split(", ")) <= set(all_keys()), argument.name
 
 
@@ -135,7 +135,7 @@ def test_all_unknown_flags_are_reported_together_with_the_nearest_flags():
     assert "--wieght-decay (did you mean --weight-decay?)" in message
     assert "as of timm 1.0.31" in message
     with pytest.raises(ValueError, match=r"lr_bsae \(did you mean lr_base\?\)"):
-        read_mapping(timm_train.TABLE, {"lr_bsae": 1})
+        read_yaml(timm_train.TABLE, "lr_bsae: 1", Path("args.yaml"))
 
 
 @pytest.mark.parametrize(

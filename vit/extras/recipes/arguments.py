@@ -5,7 +5,7 @@ names the argument. Types: `int`, `float`, `str`, `ints`, `floats`, `strs` (one 
 true), `off:NAME` (sets NAME false), `pairs` (key=value words), `word` (not a flag) and `required`
 (a config must have this key). The default `-` is None.
 
-The rule states how the argument is mapped (`vit.extras.recipes.reading.Reading.follow`):
+The rule states how the argument is mapped (`vit.extras.recipes.reading.map_arguments`):
 
     train.epochs             equals this setting, or several, separated by commas
     [model.drop_path_rate]   equals this setting, which is set unless the value is 0, "" or None
@@ -36,6 +36,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
@@ -101,7 +102,8 @@ class Table(NamedTuple):
 class ParsedArguments(NamedTuple):
     """The values of all arguments for one command."""
 
-    values: dict[str, Any]
+    table: Table
+    values: Mapping[str, Any]
     stated: frozenset[str]
     """The names of the arguments in the command. All other arguments have their defaults."""
     shortened: tuple[str, ...] = ()
@@ -175,7 +177,7 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
     for name in [a.name for a in table.arguments if a.type == "pairs"]:
         if name in stated:
             stated[name] = _pairs(stated[name])
-    return ParsedArguments({**table.defaults(), **stated}, frozenset(stated), shortened)
+    return ParsedArguments(table, {**table.defaults(), **stated}, frozenset(stated), shortened)
 
 
 def _shortened(table: Table, tokens: Sequence[str]) -> tuple[str, ...]:
@@ -202,16 +204,26 @@ def _value(kind: type[int | float | str], flag: str, problems: list[str], text: 
     return value
 
 
-def read_mapping(table: Table, values: Mapping[str, Any]) -> ParsedArguments:
-    """Return the arguments in `values`, the contents of a YAML file.
+def read_yaml(table: Table, text: str, path: Path) -> ParsedArguments:
+    """Parse the arguments in `text`, the content of the YAML file `path`.
 
     Raises a ValueError that lists every unknown key with the closest known key.
     """
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path}: expected arguments of {table.program}, such as `model: vit_base`"
+        )
+
     defaults = table.defaults()
-    if unknown := [key for key in values if key not in defaults]:
+    unknown = [key for key in values if key not in defaults]
+    if unknown:
         hints = [f"{key}{_near(key, defaults)}" for key in unknown]
         raise ValueError(f"{table.program} has no argument {', '.join(hints)} ({table.source})")
-    return ParsedArguments({**defaults, **values}, frozenset(values))
+    return ParsedArguments(table, {**defaults, **values}, frozenset(values))
 
 
 def _unknown(table: Table, unparsed: Sequence[str]) -> str:

@@ -10,18 +10,19 @@ and few-shot probes are skipped.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vit.extras.recipes.arguments import make_table
+from vit.extras.recipes.arguments import Argument, ParsedArguments, Table, make_table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import PythonConfig
+from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.extras.recipes.rates import after_warmup, map_schedule
-from vit.extras.recipes.reading import Handler, Reading, crop_pct_for, reading_of
-from vit.extras.recipes.timm_common import map_initial_weights, map_precision, not_available
+from vit.extras.recipes.reading import Finding, Program, Reading, cannot, differs, same
+from vit.extras.recipes.timm_common import crop_pct_for, initial_weights, not_available, precision
 from vit.layers.presets import PRESETS
 
 SOURCE = "google-research/big_vision@0127fb6b"
@@ -73,8 +74,8 @@ def is_config(text: str) -> bool:
     return bool(re.search(r"^def get_config\(", text, re.M))
 
 
-def read_command(command: Command) -> Reading:
-    """Map `big_vision.train --config FILE.py:ARGUMENTS --config.KEY=VALUE ...`."""
+def _parse(command: Command) -> ParsedArguments:
+    """Parse `big_vision.train --config FILE.py:ARGUMENTS --config.KEY=VALUE ...`."""
     arguments = " ".join(command.words)
     match = re.search(r"--config[= ]([^\s:]+)(?::(\S+))?", arguments)
     if not match:
@@ -85,11 +86,19 @@ def read_command(command: Command) -> Reading:
             f"{path}: the config file cannot be read: pass a path relative to the current folder"
         )
     overrides = re.findall(r"--config\.([\w.]+)[= ](\S+)", arguments)
-    return read(path.read_text(encoding="utf-8"), match[2] or "", overrides)
+    return read_config(path.read_text(encoding="utf-8"), match[2] or "", overrides)
 
 
-def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
-    """Map a config. argument: the text after the colon. overrides: dotted keys and values."""
+def read_config(
+    text: str, argument: str = "", overrides: Iterable[tuple[str, str]] = ()
+) -> ParsedArguments:
+    """Evaluate a config. Its arguments are the dotted paths of its values.
+
+    Args:
+        text: the Python code.
+        argument: the text after the colon.
+        overrides: dotted keys and values.
+    """
     file = PythonConfig(text, "the config", {"bvcc.parse_arg": _parse_arg})
     config = file.call("get_config", argument)
     for key, value in overrides:
@@ -98,17 +107,14 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
         for part in sections:
             section = section.setdefault(part, {})
         section[name] = yaml.safe_load(value)
-    source = f"{SOURCE}:big_vision/train.py"
-    reading = reading_of(config, "big_vision's trainer", source, _PLACES)
-    model = reading.get("model_name", "vit")
+
+    leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
+    arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
+    model = leaves.get("model_name", "vit")
     if model != "vit":
         raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is supported")
-    reading.follow(RULES, HANDLERS)
-    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
-    map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
-    reading.refuse_rest("config.")
-    reading.finish()
-    return reading
+    table = Table("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
+    return ParsedArguments(table, Leaves(leaves), frozenset(leaves))
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
@@ -127,25 +133,44 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
     return values
 
 
-def _map_length(reading: Reading) -> None:
-    if steps := reading.get("total_steps"):
-        reading.same("total_steps", {"train.steps": steps})
+def _map_rest(reading: Reading) -> Iterator[Finding]:
+    """Map what no key controls, and report the keys that have no finding yet."""
+    yield precision("fp32 with matrix products in bf16, as on TPUs")
+    yield initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
+    names = [a.name for a in reading.table.arguments if a.in_recipe]
+    for name in names:
+        if name not in reading.accounted:
+            yield cannot(name, f"config.{name} = {reading.args[name]!r} is not supported")
+
+
+def _map_length(reading: Reading) -> Iterator[Finding]:
+    steps = reading.args.get("total_steps")
+    if steps:
+        yield same("total_steps", {"train.steps": steps})
         return
     epochs = reading.args["total_epochs"]
-    text = f"big_vision rounds {epochs} epochs to steps; this project drops the last partial batch"
-    reading.differs("total_epochs", text, {"train.epochs": epochs})
+    yield differs(
+        "total_epochs",
+        f"big_vision rounds {epochs} epochs to steps; this project drops the last partial batch",
+        {"train.epochs": epochs},
+    )
 
 
-def _map_split(reading: Reading) -> None:
-    split = reading.get("input.data.split", "train")
+def _map_split(reading: Reading) -> Iterator[Finding]:
+    split = reading.args.get("input.data.split", "train")
     if split == "train":
-        reading.same(reading.remaining("input.data.split"))
+        yield same(reading.present("input.data.split"))
     elif _PERCENT.fullmatch(split):
-        text = f"{split}: big_vision selects samples by storage order, this project by a hash"
-        reading.differs("input.data.split", text, _parts(reading, split))
+        yield differs(
+            "input.data.split",
+            f"{split}: big_vision selects samples by storage order, this project by a hash",
+            _parts(reading, split),
+        )
     else:
-        text = f"training on {split}: write these images as a split, and set data.train_split to it"
-        reading.cannot("input.data.split", text)
+        yield cannot(
+            "input.data.split",
+            f"training on {split}: write these images as a split, and set data.train_split to it",
+        )
 
 
 def _parts(reading: Reading, split: str) -> dict[str, Any]:
@@ -154,41 +179,46 @@ def _parts(reading: Reading, split: str) -> dict[str, Any]:
     `evals.*` are skipped, except `minival`, which is held out from training.
     """
     settings: dict[str, Any] = {"data.train_split": split}
-    held_out = reading.get("evals.minival.data.split")
+    held_out = reading.args.get("evals.minival.data.split")
     if held_out is not None and _PERCENT.fullmatch(held_out):
         settings["eval.sets"] = {"minival": {"split": held_out}}
     return settings
 
 
-def _map_model(reading: Reading) -> None:
+def _map_model(reading: Reading) -> Iterator[Finding]:
     variant = reading.args["model.variant"]
     size, _, patch = variant.partition("/")
     if size not in _NAMES or not patch:
         raise ValueError(f"config.model.variant = {variant!r}: expected a value such as B/16")
-    names = reading.remaining("model_name model.variant")
+
+    names = reading.present("model_name model.variant")
     # flax.linen.gelu is the tanh approximation.
-    reading.same(names, {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"})
+    yield same(names, {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"})
 
 
-def _map_head(reading: Reading) -> None:
+def _map_head(reading: Reading) -> Iterator[Finding]:
     """Map `rep_size`, where True selects the width of the model."""
-    width = reading.get("model.rep_size", False)
+    width = reading.args.get("model.rep_size", False)
     if width is True:
         size = reading.args["model.variant"].partition("/")[0]
         width = PRESETS[_NAMES[size]]["embed_dim"]
-    names = reading.remaining("model.rep_size")
-    reading.same(names, {"model.representation_size": width} if width else {})
+    names = reading.present("model.rep_size")
+    yield same(names, {"model.representation_size": width} if width else {})
 
 
-def _map_start(reading: Reading) -> None:
-    start = reading.get("model_init")
+def _map_start(reading: Reading) -> Iterator[Finding]:
+    start = reading.args.get("model_init")
     if start is not None:
-        text = f"weights of big_vision's {start}: set init.checkpoint to the .npz file"
-        reading.differs("model_init", text, {"init.checkpoint": f"{start.replace('/', '_')}.npz"})
-    parts = list(reading.get("model_load.dont_load", ()))
+        yield differs(
+            "model_init",
+            f"weights of big_vision's {start}: set init.checkpoint to the .npz file",
+            {"init.checkpoint": f"{start.replace('/', '_')}.npz"},
+        )
+    else:
+        yield same(reading.present("model_init"))
+    parts = list(reading.args.get("model_load.dont_load", ()))
     resets = {"init.reset_head": True} if any("head/" in part for part in parts) else {}
-    reading.same(reading.remaining("model_init"))
-    reading.same(reading.remaining("model_load.dont_load"), resets)
+    yield same(reading.present("model_load.dont_load"), resets)
 
 
 def _operations(text: str) -> list[tuple[str, list[Any]]]:
@@ -200,7 +230,7 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     return operations
 
 
-def _map_images(reading: Reading) -> None:
+def _map_images(reading: Reading) -> Iterator[Finding]:
     """Convert the preprocessing for training."""
     settings: dict[str, Any] = {"data.interpolation": "bilinear"}
     unknown = []
@@ -231,103 +261,121 @@ def _map_images(reading: Reading) -> None:
                 pass
             case _:
                 unknown.append(name)
+
     if not flips:
         settings["augment.hflip_prob"] = 0.0
     if unknown:
-        text = f"{', '.join(unknown)}: replaced by a crop of random area and aspect"
-        reading.cannot("input.pp", text, settings)
-    else:
-        text = "big_vision resizes bilinearly without antialiasing, this project with antialiasing"
-        reading.differs("input.pp", text, settings)
-
-
-def _map_evaluation(reading: Reading) -> None:
-    """Convert the preprocessing for the evaluation set `val`."""
-    view = reading.get("evals.val.pp_fn", "")
-    if match := re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view):
-        crop_pct = crop_pct_for(int(match[2]), int(match[1]))
-        if crop_pct is None:
-            reading.cannot("evals.val.pp_fn", "an evaluation image smaller than the crop")
-            return
-        text = "for evaluation big_vision resizes by area, this project bilinearly"
-        reading.differs("evals.val.pp_fn", text, {"eval.crop_pct": crop_pct})
-
-
-def _map_mixing(reading: Reading) -> None:
-    alpha = reading.get("mixup.p") or 0.0
-    reading.same(reading.remaining("mixup.p"), {"augment.mixup_alpha": alpha})
-    if alpha:
-        text = (
-            "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
-            " with its neighbor; this project draws one for each augment.mix_group_size images"
+        yield cannot(
+            "input.pp",
+            f"{', '.join(unknown)}: replaced by a crop of random area and aspect",
+            settings,
         )
-        reading.differs("", text)
+    else:
+        yield differs(
+            "input.pp",
+            "big_vision resizes bilinearly without antialiasing, this project with antialiasing",
+            settings,
+        )
 
 
-def _map_optimizer(reading: Reading) -> None:
-    reading.same("lr", {"optim.lr": reading.args["lr"]})
-    name = reading.get("optax_name", "scale_by_adam")
-    names = reading.remaining("optax_name")
+def _map_evaluation(reading: Reading) -> Iterator[Finding]:
+    """Convert the preprocessing for the evaluation set `val`."""
+    view = reading.args.get("evals.val.pp_fn", "")
+    match = re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view)
+    if not match:
+        return
+    crop_pct = crop_pct_for(int(match[2]), int(match[1]))
+    if crop_pct is None:
+        yield cannot("evals.val.pp_fn", "an evaluation image smaller than the crop")
+    else:
+        yield differs(
+            "evals.val.pp_fn",
+            "for evaluation big_vision resizes by area, this project bilinearly",
+            {"eval.crop_pct": crop_pct},
+        )
+
+
+def _map_mixing(reading: Reading) -> Iterator[Finding]:
+    alpha = reading.args.get("mixup.p") or 0.0
+    yield same(reading.present("mixup.p"), {"augment.mixup_alpha": alpha})
+    if alpha:
+        yield differs(
+            "",
+            "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
+            " with its neighbor; this project draws one for each augment.mix_group_size images",
+        )
+
+
+def _map_optimizer(reading: Reading) -> Iterator[Finding]:
+    yield same("lr", {"optim.lr": reading.args["lr"]})
+    name = reading.args.get("optax_name", "scale_by_adam")
+    names = reading.present("optax_name")
     if name == "scale_by_adam":
-        betas = [reading.get("optax.b1", 0.9), reading.get("optax.b2", 0.999)]
-        reading.same(names, {"optim.name": "adamw"})
-        reading.same(reading.remaining("optax.b1 optax.b2"), {"optim.betas": betas})
-        reading.same(reading.remaining("optax.eps"), {"optim.eps": reading.get("optax.eps", 1e-8)})
-        if reading.get("optax.mu_dtype") == "bfloat16":
-            text = "big_vision stores the first moment in bf16, this project in fp32"
-            reading.differs("optax.mu_dtype", text)
+        betas = [reading.args.get("optax.b1", 0.9), reading.args.get("optax.b2", 0.999)]
+        yield same(names, {"optim.name": "adamw"})
+        yield same(reading.present("optax.b1 optax.b2"), {"optim.betas": betas})
+        yield same(reading.present("optax.eps"), {"optim.eps": reading.args.get("optax.eps", 1e-8)})
+        if reading.args.get("optax.mu_dtype") == "bfloat16":
+            yield differs(
+                "optax.mu_dtype", "big_vision stores the first moment in bf16, this project in fp32"
+            )
     elif name == "big_vision.momentum_hp":
-        momentum = reading.get("optax.momentum", 0.9)
+        momentum = reading.args.get("optax.momentum", 0.9)
         text = "big_vision stores the momentum in bf16, this project in fp32"
         sgd = {"optim.name": "sgd", "optim.momentum": momentum}
-        reading.differs(reading.remaining("optax_name optax.momentum"), text, sgd)
+        yield differs(reading.present("optax_name optax.momentum"), text, sgd)
     elif name == "big_vision.scale_by_adafactor":
-        reading.same(names, {"optim.name": "adafactorbv"})
-        if reading.get("optax.decay_rate") == 0.8:  # this project has no other
-            reading.same("optax.decay_rate")
+        yield same(names, {"optim.name": "adafactorbv"})
+        if reading.args.get("optax.decay_rate") == 0.8:  # this project has no other
+            yield same("optax.decay_rate")
         for key in ("min_dim_size_to_factor", "beta2_cap", "momentum"):
-            path = reading.remaining(f"optax.{key}")
-            reading.same(path, {f"optim.{key}": reading.args[path]} if path else {})
+            path = reading.present(f"optax.{key}")
+            yield same(path, {f"optim.{key}": reading.args[path]} if path else {})
     else:
         raise not_available(f"config.optax_name {name}")
 
 
-def _map_decay(reading: Reading) -> None:
+def _map_decay(reading: Reading) -> Iterator[Finding]:
     lr = reading.args["lr"]
-    decay = reading.get("wd") or 0.0
+    decay = reading.args.get("wd") or 0.0
     ours: dict[str, Any] = {"optim.weight_decay": decay / lr}
     if decay:
         ours["optim.no_weight_decay"] = "not_kernels"
-    reading.same(reading.remaining("wd"), ours, f"{decay:g} / {lr:g}" if decay else "")
+    yield same(reading.present("wd"), ours, f"{decay:g} / {lr:g}" if decay else "")
 
 
-def _map_schedule(reading: Reading) -> None:
-    kind = reading.get("schedule.decay_type", "stair")
+def _map_schedule(reading: Reading) -> Iterator[Finding]:
+    kind = reading.args.get("schedule.decay_type", "stair")
     is_linear = kind == "linear"
     settings = {
         "schedule.name": "linear" if is_linear else "cosine",
-        "schedule.warmup_steps": reading.get("schedule.warmup_steps", 0),
+        "schedule.warmup_steps": reading.args.get("schedule.warmup_steps", 0),
         "schedule.warmup_lr": 0.0,
     }
-    map_schedule(
+    return map_schedule(
         reading,
-        reading.remaining("schedule.warmup_steps schedule.decay_type"),
+        reading.present("schedule.warmup_steps schedule.decay_type"),
         settings,
         partial(after_warmup, linear=is_linear),
         kind="" if is_linear or kind == "cosine" else kind,
     )
 
 
-HANDLERS: dict[str, Handler] = {
-    "total_steps": _map_length,
-    "input.data.split": _map_split,
-    "model_name": _map_model,
-    "model.rep_size": _map_head,
-    "model_init": _map_start,
-    "input.pp": _map_images,
-    "evals.val.pp_fn": _map_evaluation,
-    "mixup.p": _map_mixing,
-    "lr": _map_optimizer,
-    "wd": _map_decay,
-    "schedule.warmup_steps": _map_schedule,
-}
+PROGRAM = Program(
+    parse=_parse,
+    handlers={
+        "total_steps": _map_length,
+        "input.data.split": _map_split,
+        "model_name": _map_model,
+        "model.rep_size": _map_head,
+        "model_init": _map_start,
+        "input.pp": _map_images,
+        "evals.val.pp_fn": _map_evaluation,
+        "mixup.p": _map_mixing,
+        "lr": _map_optimizer,
+        "wd": _map_decay,
+        "schedule.warmup_steps": _map_schedule,
+    },
+    rest=_map_rest,
+    rules=RULES,
+)

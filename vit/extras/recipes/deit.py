@@ -9,27 +9,37 @@ learning rate changes once per epoch, one epoch late.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from vit.extras.recipes.arguments import Table, make_table
+from vit.extras.recipes.arguments import ParsedArguments, make_table, read_words
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.rates import map_schedule, timm_cosine
-from vit.extras.recipes.reading import Handler, Reading
+from vit.extras.recipes.reading import (
+    Finding,
+    Program,
+    Reading,
+    cannot,
+    differs,
+    inert,
+    same,
+    same_if_used,
+)
 from vit.extras.recipes.timm_common import (
+    initial_weights,
     local_file,
     map_average,
     map_batch,
     map_clipping,
     map_color_jitter,
     map_erasing,
-    map_initial_weights,
     map_mixing,
     map_optimizer,
     map_policy,
-    map_precision,
     map_repeats,
-    map_train_interpolation,
+    precision,
+    train_interpolation,
 )
 from vit.layers.presets import SIZES
 
@@ -187,25 +197,27 @@ _MODELS: dict[str, dict[str, Any]] = {
 """Maps patterns for the names of models, whose first group is the size, to their settings."""
 
 
-def table_for(command: Command) -> Table:
-    """Return the argument table of the main.py that `command` runs. Three projects have a
-    main.py."""
+def _parse(command: Command) -> ParsedArguments:
+    """Parse the arguments of the main.py that `command` runs. Three projects have a main.py."""
     line = " ".join(command.words)
+    table = TABLE
     if "submitit" in command.script:
-        return SUBMITIT
-    if re.search(r"--model[= ]rope_", line):
-        return ROPE
-    return VIT5 if re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line) else TABLE
+        table = SUBMITIT
+    elif re.search(r"--model[= ]rope_", line):
+        table = ROPE
+    elif re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line):
+        table = VIT5
+    return read_words(table, command.words)
 
 
-def finish(reading: Reading) -> None:
-    """Record what no argument of main.py controls."""
-    reading.same("", {"eval.every_epochs": 1})
-    map_precision(reading, "fp16 with a scaled loss")
-    map_initial_weights(reading, "a class token of std 0.02", "timm")
+def _map_rest(reading: Reading) -> Iterator[Finding]:
+    """Map what no argument of main.py controls."""
+    yield same("", {"eval.every_epochs": 1})
+    yield precision("fp16 with a scaled loss")
+    yield initial_weights(reading, "a class token of std 0.02", "timm")
 
 
-def _map_model(reading: Reading) -> None:
+def _map_model(reading: Reading) -> Iterator[Finding]:
     name = reading.args["model"]
     match = next(filter(None, (re.fullmatch(pattern, name) for pattern in _MODELS)), None)
     if match is None:
@@ -215,22 +227,32 @@ def _map_model(reading: Reading) -> None:
             " vit5_{small,base,large} or rope_{axial,mixed}[_ape]_deit_{small,base,large}"
             "_patch16_LS"
         )
+
     size = SIZES.get(match[1], "b")  # medium is a narrower base
     parts = _MODELS[match.re.pattern]
     settings = {"model.name": f"vit_{size}{_patch_size(reading)}", **parts}
     if "model.dist_token" in parts:
-        reading.differs("", "DeiT decays the distillation token, this project does not")
+        yield differs("", "DeiT decays the distillation token, this project does not")
     if name.startswith("vit5"):
-        text = "the class token is initialized with std 1e-6 in this project and 0.02 in ViT-5"
-        reading.differs("model", text, settings)
+        yield differs(
+            "model",
+            "the class token is initialized with std 1e-6 in this project and 0.02 in ViT-5",
+            settings,
+        )
     elif name.startswith("rope_mixed"):
-        text = "learned rotary frequencies (RoPE-Mixed): replaced by axial frequencies"
-        reading.cannot("model", text, settings)
+        yield cannot(
+            "model",
+            "learned rotary frequencies (RoPE-Mixed): replaced by axial frequencies",
+            settings,
+        )
     elif "_distilled" in name and reading.args["distillation_type"] == "none":
-        text = "without a teacher, this project trains the mean of both heads, DeiT one head"
-        reading.differs("model", text, settings)
+        yield differs(
+            "model",
+            "without a teacher, this project trains the mean of both heads, DeiT one head",
+            settings,
+        )
     else:
-        reading.same("model", settings)
+        yield same("model", settings)
 
 
 def _patch_size(reading: Reading) -> int:
@@ -242,32 +264,32 @@ def _has_one_rate(reading: Reading) -> bool:
     return "_LS" in reading.args["model"] or reading.args["model"].startswith("vit5")
 
 
-def _map_image_size(reading: Reading) -> None:
+def _map_image_size(reading: Reading) -> Iterator[Finding]:
     size = reading.args["input_size"]
     patch = _patch_size(reading)
     used = size // patch * patch
     text = f"DeiT uses only {used} of {size} px, because patches have {patch} px: set to {used} px"
-    reading.differs("input_size", "" if used == size else text, {"model.image_size": used})
+    yield differs("input_size", "" if used == size else text, {"model.image_size": used})
 
 
-def _map_drop_path(reading: Reading) -> None:
+def _map_drop_path(reading: Reading) -> Iterator[Finding]:
     rate = reading.args["drop_path"]
     settings: dict[str, Any] = {"model.drop_path_rate": rate}
     if _has_one_rate(reading) and rate:
         settings["model.drop_path_schedule"] = "constant"
-    reading.same("drop_path", settings)
+    yield same("drop_path", settings)
 
 
-def _map_dropout(reading: Reading) -> None:
+def _map_dropout(reading: Reading) -> Iterator[Finding]:
     rate = reading.args["drop"]
     drops = {"model.pos_drop_rate": rate, "model.proj_drop_rate": rate}
     if _has_one_rate(reading):
-        reading.cannot("drop", "dropout of the head's input" if rate else "")
+        yield cannot("drop", "dropout of the head's input" if rate else "")
     else:
-        reading.same("drop", drops if rate else {})
+        yield same("drop", drops if rate else {})
 
 
-def _map_start(reading: Reading) -> None:
+def _map_start(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     file, note = local_file(args["finetune"] or "")
     start: dict[str, Any] = {"init.checkpoint": file} if file else {}
@@ -276,26 +298,27 @@ def _map_start(reading: Reading) -> None:
             "DeiT resets the head only if the number of classes differs, this project always does"
         )
         start["init.reset_head"] = True
-        reading.differs("finetune", "; ".join(filter(None, (note, text))), start)
+        yield differs("finetune", "; ".join(filter(None, (note, text))), start)
     else:
-        reading.same("finetune", start, note)
+        yield same("finetune", start, note)
     if file and args.get("load_ema"):
-        text = "the averaged weights of the checkpoint: pass a file with those weights"
-        reading.differs("load_ema", text)
+        yield differs(
+            "load_ema", "the averaged weights of the checkpoint: pass a file with those weights"
+        )
     elif "load_ema" in args:
-        reading.same("load_ema")
+        yield same("load_ema")
 
 
-def _map_teacher(reading: Reading) -> None:
+def _map_teacher(reading: Reading) -> Iterator[Finding]:
     """Map the teacher. main.py requires a model with two heads (losses.py)."""
     args = reading.args
     kind = args["distillation_type"]
     alpha = args["distillation_alpha"]
     path = args["teacher_path"]
     if kind == "none":
-        reading.same("distillation_type")
+        yield same("distillation_type")
         names = "teacher_model teacher_path distillation_alpha distillation_tau"
-        reading.inert(names, "the recipe has no teacher")
+        yield inert(names, "the recipe has no teacher")
         return
     if kind not in ("hard", "soft") or not path or not 0 < alpha < 1:
         raise ValueError(
@@ -308,60 +331,68 @@ def _map_teacher(reading: Reading) -> None:
             f"--distillation-type {kind}: {args['model']} has one head, which main.py rejects:"
             " use deit_{tiny,small,base}_distilled_patch16_{224,384}"
         )
-    reading.same("distillation_type", {"distill.distill_type": kind})
+
+    yield same("distillation_type", {"distill.distill_type": kind})
     file, note = local_file(path)
-    reading.same("teacher_path", {"distill.teacher": file}, note)
-    text = f"timm's {args['teacher_model']}, which needs timm unless it is a ViT"
-    reading.same("teacher_model", {"distill.teacher_model": args["teacher_model"]}, text)
+    yield same("teacher_path", {"distill.teacher": file}, note)
+    yield same(
+        "teacher_model",
+        {"distill.teacher_model": args["teacher_model"]},
+        f"timm's {args['teacher_model']}, which needs timm unless it is a ViT",
+    )
+
+    comments = {}
     weights = {"distill.task_loss_weight": 1 - alpha, "distill.distill_loss_weight": alpha}
     if kind == "soft":
         classes = args["nb_classes"]
         weights["distill.distill_loss_weight"] = alpha / classes
         note = f"DeiT takes the mean over {classes} classes, this project the sum"
-        reading.comments["distill.distill_loss_weight"] = note
-    reading.same("distillation_alpha", weights)
+        comments["distill.distill_loss_weight"] = note
+    yield same("distillation_alpha", weights)._replace(comments=comments)
     tau = {"distill.temperature": args["distillation_tau"]}
-    reading.same_if_used(kind == "soft", "distillation_tau", tau, "only for soft distillation")
+    yield same_if_used(kind == "soft", "distillation_tau", tau, "only for soft distillation")
 
 
-def _map_three_augment(reading: Reading) -> None:
+def _map_three_augment(reading: Reading) -> Iterator[Finding]:
     """Map `--ThreeAugment` and `--src`, and note which arguments the former replaces."""
     args = reading.args
     if args["ThreeAugment"]:
-        reading.same("ThreeAugment", {"augment.auto_augment": "three_augment"})
-        reading.same("src", {"augment.crop": "simple"} if args["src"] else {})
-        text = "ThreeAugment replaces these transforms"
-        reading.inert("aa reprob remode recount resplit train_interpolation", text)
+        yield same("ThreeAugment", {"augment.auto_augment": "three_augment"})
+        yield same("src", {"augment.crop": "simple"} if args["src"] else {})
+        yield inert(
+            "aa reprob remode recount resplit train_interpolation",
+            "ThreeAugment replaces these transforms",
+        )
         return
-    reading.same("ThreeAugment")
-    reading.same_if_used(not args["src"], "src", {}, "only with --ThreeAugment")
+    yield same("ThreeAugment")
+    yield same_if_used(not args["src"], "src", {}, "only with --ThreeAugment")
 
 
-def _map_repeats(reading: Reading) -> None:
-    map_repeats(
-        reading,
-        "repeated_aug",
-        3 if reading.args["repeated_aug"] else 1,
-        "a single process without torchrun uses a random sampler",
+def _map_repeats(reading: Reading) -> Iterator[Finding]:
+    repeats = 3 if reading.args["repeated_aug"] else 1
+    return map_repeats(
+        reading, "repeated_aug", repeats, "a single process without torchrun uses a random sampler"
     )
 
 
-def _map_interpolation(reading: Reading) -> None:
+def _map_interpolation(reading: Reading) -> Iterator[Finding]:
     theirs = reading.args["train_interpolation"]
-    map_train_interpolation(reading, f"DeiT resizes by {theirs}, this project by bicubic")
+    yield train_interpolation(theirs, f"DeiT resizes by {theirs}, this project by bicubic")
 
 
-def _map_loss(reading: Reading) -> None:
+def _map_loss(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     if args["bce_loss"] and args["smoothing"]:
-        text = "with --smoothing above 0 --bce-loss makes all targets 1: replaced by cross-entropy"
-        reading.cannot("bce_loss", text)
+        yield cannot(
+            "bce_loss",
+            "with --smoothing above 0 --bce-loss makes all targets 1: replaced by cross-entropy",
+        )
         return
     bce = {"loss.name": "bce", "loss.bce_target_thresh": 0.0}
-    reading.same("bce_loss", bce if args["bce_loss"] else {})
+    yield same("bce_loss", bce if args["bce_loss"] else {})
 
 
-def _map_optimizer(reading: Reading) -> None:
+def _map_optimizer(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     lr = args["lr"]
     formula = ""
@@ -369,10 +400,10 @@ def _map_optimizer(reading: Reading) -> None:
         batch = reading.settings["data.global_batch_size"]
         formula = f"{lr:g} x {batch} / 512"
         lr *= batch / 512
-    map_optimizer(reading, lr, formula, "lr unscale_lr")
+    return map_optimizer(reading, lr, formula, "lr unscale_lr")
 
 
-def _map_schedule(reading: Reading) -> None:
+def _map_schedule(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     settings = {
         "schedule.name": "cosine",
@@ -382,41 +413,47 @@ def _map_schedule(reading: Reading) -> None:
         "schedule.warmup_prefix": False,
         "schedule.min_lr": args["min_lr"],
     }
+    kind = args["sched"]
     names = "min_lr warmup_lr warmup_epochs"
-    if args["sched"] == "cosine":
-        reading.same("sched")
+    if kind == "cosine":
+        yield same("sched")
+        kind = ""
     else:
         names = f"sched {names}"
-    map_schedule(
+    yield from map_schedule(
         reading,
         names,
         settings,
         partial(timm_cosine, late=1),
-        kind="" if args["sched"] == "cosine" else args["sched"],
+        kind=kind,
         unused="decay_epochs decay_rate patience_epochs",
         reasons="DeiT's schedule is one epoch late, so the first two epochs use --warmup-lr",
     )
 
 
 _AVERAGE = "DeiT never evaluates the average, this project evaluates both"
-HANDLERS: dict[str, Handler] = {
-    "batch_size": map_batch,
-    "model": _map_model,
-    "input_size": _map_image_size,
-    "drop_path": _map_drop_path,
-    "drop": _map_dropout,
-    "finetune": _map_start,
-    "distillation_type": _map_teacher,
-    "ThreeAugment": _map_three_augment,
-    "train_interpolation": _map_interpolation,
-    "aa": map_policy,
-    "color_jitter": map_color_jitter,
-    "remode": map_erasing,
-    "repeated_aug": _map_repeats,
-    "mixup_prob": map_mixing,
-    "bce_loss": _map_loss,
-    "opt": _map_optimizer,
-    "clip_grad": map_clipping,
-    "sched": _map_schedule,
-    "model_ema_decay": partial(map_average, note=_AVERAGE),
-}
+PROGRAM = Program(
+    parse=_parse,
+    handlers={
+        "batch_size": map_batch,
+        "model": _map_model,
+        "input_size": _map_image_size,
+        "drop_path": _map_drop_path,
+        "drop": _map_dropout,
+        "finetune": _map_start,
+        "distillation_type": _map_teacher,
+        "ThreeAugment": _map_three_augment,
+        "train_interpolation": _map_interpolation,
+        "aa": map_policy,
+        "color_jitter": map_color_jitter,
+        "remode": map_erasing,
+        "repeated_aug": _map_repeats,
+        "mixup_prob": map_mixing,
+        "bce_loss": _map_loss,
+        "opt": _map_optimizer,
+        "clip_grad": map_clipping,
+        "sched": _map_schedule,
+        "model_ema_decay": partial(map_average, note=_AVERAGE),
+    },
+    rest=_map_rest,
+)

@@ -8,16 +8,17 @@ are in the same batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from vit.extras.recipes.arguments import make_table
+from vit.extras.recipes.arguments import make_table, read_words
 from vit.extras.recipes.rates import map_schedule
-from vit.extras.recipes.reading import Handler, Reading
+from vit.extras.recipes.reading import Finding, Program, Reading, differs, inert, same
 from vit.extras.recipes.timm_common import (
-    map_initial_weights,
+    initial_weights,
     map_optimizer_name,
-    map_policy,
-    map_precision,
+    precision,
+    timm_policy,
 )
 
 _RECIPE = """
@@ -95,23 +96,23 @@ _SHAPES = {
 }
 
 
-def finish(reading: Reading) -> None:
-    """Record what no argument of deit3-jax controls."""
+def _map_rest(reading: Reading) -> Iterator[Finding]:
+    """Map what no argument of deit3-jax controls."""
     if reading.args["mixup"] or reading.args["cutmix"]:
-        reading.differs(
+        yield differs(
             "",
             "deit3-jax draws one lambda and box for the images of a device, with random partners;"
             " this project draws one for each augment.mix_group_size images, with neighbors",
         )
-    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
-    map_initial_weights(
+    yield precision("fp32 with matrix products in bf16, as on TPUs")
+    yield initial_weights(
         reading,
         "normal values of std 0.02, truncated at twice that (0.0176 in effect), everywhere,"
         " including class token, patches and head",
     )
 
 
-def _map_model(reading: Reading) -> None:
+def _map_model(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     shape = (args["layers"], args["dim"], args["heads"])
     settings: dict[str, Any] = {
@@ -121,27 +122,26 @@ def _map_model(reading: Reading) -> None:
     if shape not in _SHAPES:
         settings |= {"model.depth": shape[0], "model.embed_dim": shape[1]}
         settings |= {"model.num_heads": shape[2]}
-    reading.same("layers dim heads patch_size", settings)
+    yield same("layers dim heads patch_size", settings)
 
 
-def _map_policy(reading: Reading) -> None:
-    if reading.args["auto_augment"] == "none":
-        reading.same("auto_augment")
-    else:
-        map_policy(reading, "bilinear or bicubic", "auto_augment")
+def _map_policy(reading: Reading) -> Iterator[Finding]:
+    policy = reading.args["auto_augment"]
+    no_policy = policy == "none"
+    yield timm_policy("auto_augment", "" if no_policy else policy, "bilinear or bicubic")
 
 
-def _map_color_jitter(reading: Reading) -> None:
+def _map_color_jitter(reading: Reading) -> Iterator[Finding]:
     strength = reading.args["color_jitter"]
     jitter = {"augment.color_jitter": [strength, strength, strength, 0]} if strength else {}
-    reading.same("color_jitter", jitter)
+    yield same("color_jitter", jitter)
 
 
-def _map_repeats(reading: Reading) -> None:
+def _map_repeats(reading: Reading) -> Iterator[Finding]:
     batch = reading.args["train_batch_size"]
     repeats = reading.args["augment_repeats"]
     if repeats <= 1:
-        reading.same("augment_repeats")
+        yield same("augment_repeats")
         return
     settings = {"order.aug_repeats": repeats}
     text = (
@@ -154,43 +154,47 @@ def _map_repeats(reading: Reading) -> None:
             " like DeiT's sampler"
         )
         settings["order.aug_repeats_form"] = "sampler"
-    reading.differs("augment_repeats", text, settings)
+    yield differs("augment_repeats", text, settings)
 
 
-def _map_loss(reading: Reading) -> None:
+def _map_loss(reading: Reading) -> Iterator[Finding]:
     if reading.args["criterion"] == "ce":
-        reading.same("criterion")
+        yield same("criterion")
     else:
-        reading.same("criterion", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
-        reading.inert("label_smoothing", "only with --criterion ce")
+        yield same("criterion", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
+        yield inert("label_smoothing", "only with --criterion ce")
 
 
-def _map_optimizer(reading: Reading) -> None:
-    map_optimizer_name(reading, "optimizer", reading.args["optimizer"])
+def _map_optimizer(reading: Reading) -> Iterator[Finding]:
+    return map_optimizer_name(reading, "optimizer", reading.args["optimizer"])
 
 
-def _map_betas(reading: Reading) -> None:
+def _map_betas(reading: Reading) -> Iterator[Finding]:
     betas = [reading.args["adam_b1"], reading.args["adam_b2"]]
-    reading.same("adam_b1 adam_b2", {"optim.betas": betas})
+    yield same("adam_b1 adam_b2", {"optim.betas": betas})
 
 
-def _map_schedule(reading: Reading) -> None:
+def _map_schedule(reading: Reading) -> Iterator[Finding]:
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_steps": reading.args["warmup_steps"],
         "schedule.warmup_lr": 1e-6,
         "schedule.min_lr": 1e-5,
     }
-    map_schedule(reading, "warmup_steps", settings)
+    return map_schedule(reading, "warmup_steps", settings)
 
 
-HANDLERS: dict[str, Handler] = {
-    "layers": _map_model,
-    "auto_augment": _map_policy,
-    "color_jitter": _map_color_jitter,
-    "augment_repeats": _map_repeats,
-    "criterion": _map_loss,
-    "optimizer": _map_optimizer,
-    "adam_b1": _map_betas,
-    "warmup_steps": _map_schedule,
-}
+PROGRAM = Program(
+    parse=lambda command: read_words(TABLE, command.words),
+    handlers={
+        "layers": _map_model,
+        "auto_augment": _map_policy,
+        "color_jitter": _map_color_jitter,
+        "augment_repeats": _map_repeats,
+        "criterion": _map_loss,
+        "optimizer": _map_optimizer,
+        "adam_b1": _map_betas,
+        "warmup_steps": _map_schedule,
+    },
+    rest=_map_rest,
+)

@@ -8,22 +8,22 @@ crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 
-from vit.extras.recipes.arguments import Table, make_table
+from vit.extras.recipes.arguments import ParsedArguments, make_table, read_words
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.deit import SUBMITIT_PLACES, SUBMITIT_RECIPE
 from vit.extras.recipes.rates import map_schedule
-from vit.extras.recipes.reading import Handler, Reading
+from vit.extras.recipes.reading import Finding, Program, Reading, inert, same
 from vit.extras.recipes.timm_common import (
+    initial_weights,
     local_file,
     map_batch,
     map_color_jitter,
     map_erasing,
-    map_initial_weights,
     map_mixing,
-    map_policy,
-    map_precision,
+    precision,
+    timm_policy,
 )
 
 _RECIPE = """
@@ -90,60 +90,67 @@ SUBMITIT = make_table(
 )
 
 
-def table_for(command: Command) -> Table:
-    """Return the argument table of the script that `command` runs."""
-    return SUBMITIT if "submitit" in command.script else TABLE
+def _parse(command: Command) -> ParsedArguments:
+    return read_words(SUBMITIT if "submitit" in command.script else TABLE, command.words)
 
 
-def finish(reading: Reading) -> None:
-    """Record what no argument of MAE's fine-tuning script controls."""
-    reading.same("", {"eval.every_epochs": 1})
-    map_precision(reading, "fp16 with a scaled loss")
-    map_initial_weights(reading, "torch's default for patches, and a head of std 2e-5")
+def _map_rest(reading: Reading) -> Iterator[Finding]:
+    """Map what no argument of MAE's fine-tuning script controls."""
+    yield same("", {"eval.every_epochs": 1})
+    yield precision("fp16 with a scaled loss")
+    yield initial_weights(reading, "torch's default for patches, and a head of std 2e-5")
 
 
-def _map_image_size(reading: Reading) -> None:
+def _map_policy(reading: Reading) -> Iterator[Finding]:
+    yield timm_policy("aa", reading.args["aa"], "bicubic")
+
+
+def _map_image_size(reading: Reading) -> Iterator[Finding]:
     size = reading.args["input_size"]
     view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
-    reading.same("input_size", view)
+    yield same("input_size", view)
 
 
-def _map_start(reading: Reading) -> None:
+def _map_start(reading: Reading) -> Iterator[Finding]:
     file, note = local_file(reading.args["finetune"] or "")
     start = {"init.checkpoint": file, "init.reset_head": True}
-    reading.same("finetune", start if file else {}, note)
+    yield same("finetune", start if file else {}, note)
 
 
-def _map_rate(reading: Reading) -> None:
+def _map_rate(reading: Reading) -> Iterator[Finding]:
     args = reading.args
-    reading.same("", {"optim.name": "adamw"})
+    yield same("", {"optim.name": "adamw"})
     if args["lr"] is None:
         batch = reading.settings["data.global_batch_size"]
         lr = {"optim.lr": args["blr"] * batch / 256}
-        reading.same("lr blr", lr, f"{args['blr']:g} x {batch} / 256")
+        yield same("lr blr", lr, f"{args['blr']:g} x {batch} / 256")
     else:
-        reading.same("lr", {"optim.lr": args["lr"]})
-        reading.inert("blr", "--lr is stated")
+        yield same("lr", {"optim.lr": args["lr"]})
+        yield inert("blr", "--lr is stated")
 
 
-def _map_schedule(reading: Reading) -> None:
+def _map_schedule(reading: Reading) -> Iterator[Finding]:
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_epochs": reading.args["warmup_epochs"],
         "schedule.warmup_lr": 0.0,
         "schedule.min_lr": reading.args["min_lr"],
     }
-    map_schedule(reading, "min_lr warmup_epochs", settings)
+    return map_schedule(reading, "min_lr warmup_epochs", settings)
 
 
-HANDLERS: dict[str, Handler] = {
-    "batch_size": map_batch,
-    "input_size": _map_image_size,
-    "finetune": _map_start,
-    "aa": partial(map_policy, interpolation="bicubic"),
-    "color_jitter": map_color_jitter,
-    "remode": map_erasing,
-    "mixup_prob": map_mixing,
-    "lr": _map_rate,
-    "min_lr": _map_schedule,
-}
+PROGRAM = Program(
+    parse=_parse,
+    handlers={
+        "batch_size": map_batch,
+        "input_size": _map_image_size,
+        "finetune": _map_start,
+        "aa": _map_policy,
+        "color_jitter": map_color_jitter,
+        "remode": map_erasing,
+        "mixup_prob": map_mixing,
+        "lr": _map_rate,
+        "min_lr": _map_schedule,
+    },
+    rest=_map_rest,
+)

@@ -41,11 +41,6 @@ _LARGEST = 1_000_000
 from exhausting memory."""
 
 
-def _range(*bounds: int) -> list[int]:
-    """Return a range as a list, cut to one item above `_LARGEST`, which `_value` then rejects."""
-    return list(range(*bounds)[: _LARGEST + 1])
-
-
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "round": round,
     "int": int,
@@ -56,7 +51,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tuple": tuple,
     "min": min,
     "max": max,
-    "range": _range,
 }
 _METHODS: dict[type, tuple[str, ...]] = {
     str: ("split", "lower", "upper", "startswith", "endswith"),
@@ -146,8 +140,6 @@ class PythonConfig:
                 case ast.Raise():
                     text = ast.unparse(statement.exc) if statement.exc else ""
                     raise self._error(statement, f"the config raises: {text}")
-                case ast.Pass():
-                    pass
                 case _:
                     raise self._error(
                         statement, "unsupported statement: only settings can be imported"
@@ -168,10 +160,6 @@ class PythonConfig:
                     owner[key] = value
                 elif not isinstance(owner, Opaque):
                     raise self._error(target, "only settings can be assigned to")
-            case ast.Tuple():
-                parts = [value] * len(target.elts) if isinstance(value, Opaque) else list(value)
-                for part, item in zip(target.elts, parts, strict=True):
-                    self._assign(part, item, scopes)
             case _:
                 raise self._error(target, "only settings can be assigned to")
 
@@ -265,9 +253,6 @@ class PythonConfig:
         owner = self._value(node.value, scopes)
         if isinstance(owner, Opaque):
             return Opaque()
-        if isinstance(node.slice, ast.Slice):
-            parts = (node.slice.lower, node.slice.upper, node.slice.step)
-            return owner[slice(*(p and self._value(p, scopes) for p in parts))]
         return owner[self._value(node.slice, scopes)]
 
     def _attribute(self, node: ast.Attribute, scopes: list[dict[str, Any]]) -> Any:
@@ -288,17 +273,6 @@ class PythonConfig:
                 raise self._error(node, "only plain {fields} are supported")
             parts.append(str(self._value(inner, scopes)))
         return "".join(parts)
-
-    def _listcomp(self, node: ast.ListComp, scopes: list[dict[str, Any]]) -> list[Any]:
-        (loop,) = node.generators
-        elements = []
-        for item in self._value(loop.iter, scopes):
-            inner: dict[str, Any] = {}
-            self._assign(loop.target, item, [inner])
-            within = [*scopes, inner]
-            if all(self._value(test, within) for test in loop.ifs):
-                elements.append(self._value(node.elt, within))
-        return elements
 
     def _call(self, node: ast.Call, scopes: list[dict[str, Any]]) -> Any:
         arguments = [self._value(item, scopes) for item in node.args]
@@ -369,16 +343,11 @@ def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
 
 
 def flattened(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values in nested dictionaries and lists of dictionaries, keyed by dotted path."""
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, dict) and value:
-        items = list(value.items())
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, dict) for item in value):
-        items = list(enumerate(value))
-    if not items:
+    """Return the values in nested dictionaries, keyed by dotted path."""
+    if not isinstance(value, dict) or not value:
         return {path: value}
     leaves: dict[str, Any] = {}
-    for key, inner in items:
+    for key, inner in value.items():
         leaves |= flattened(inner, f"{path}.{key}" if path else str(key))
     return leaves
 

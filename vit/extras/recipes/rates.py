@@ -7,11 +7,11 @@ Tests compare the functions with the schedulers of timm and torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vit.config.schema import ScheduleConfig
-from vit.extras.recipes.reading import Reading
+from vit.extras.recipes.reading import Finding, Reading, cannot, differs, inert
 from vit.optim.schedule import lr_at
 
 Rate = Callable[[float], float]
@@ -197,16 +197,20 @@ def map_schedule(
     note: str = "",
     reasons: str = "",
     epochs: float | None = None,
-) -> None:
-    """Map the arguments `names` to `settings`, and record how much the learning rates differ.
+) -> Iterator[Finding]:
+    """Map the arguments `names` to `settings`, and compare the learning rates.
 
-    Learning rate, length and batch size must be recorded first.
-
-    settings: our settings with the numbers of the source project. Those in `limited` become at most
-    the peak learning rate. shape: the function for the source project's schedule. kind: its name,
-    if it has no equivalent, and note: a text about it. unused: the arguments of other schedules.
-    reasons: why the learning rates differ. epochs: the length of the cosine, if it differs from
-    that of the training.
+    Args:
+        reading: the reading, with findings for learning rate, length and batch size.
+        names: the arguments.
+        settings: our settings with the numbers of the source project.
+        shape: the function for the source project's schedule.
+        limited: the settings that become at most the peak learning rate.
+        kind: the name of the source project's schedule, if it has no equivalent.
+        unused: the arguments of other schedules.
+        note: a text about the schedule `kind`.
+        reasons: why the learning rates differ.
+        epochs: the length of the cosine, if it differs from that of the training.
     """
     lr = reading.settings["optim.lr"]
     has_warmup = settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps")
@@ -216,15 +220,16 @@ def map_schedule(
         if has_warmup or key not in ("schedule.warmup_lr", "schedule.warmup_prefix")
     }
     if kind:
-        text = f"the schedule {kind}: replaced by a cosine{note}"
-        reading.cannot(f"{names} {unused}", text, ours)
+        yield cannot(f"{names} {unused}", f"the schedule {kind}: replaced by a cosine{note}", ours)
         return
     if unused:
-        reading.inert(unused, f"the schedule is {ours.get('schedule.name', 'cosine')}")
+        yield inert(unused, f"the schedule is {ours.get('schedule.name', 'cosine')}")
+
     everything = {**reading.settings, **ours}
     for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
         if everything.get(key, 1) <= 0:
             raise ValueError(f"{key} would be {everything[key]:g}: expected a value above 0")
+
     steps_per_epoch = max(IMAGENET // everything["data.global_batch_size"], 1)
     length = _num_steps(everything, steps_per_epoch) / steps_per_epoch
     theirs = shape(
@@ -241,4 +246,4 @@ def map_schedule(
         f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
         f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}")
     )
-    reading.differs(names, "" if gap.largest < 0.005 else text, ours)
+    yield differs(names, "" if gap.largest < 0.005 else text, ours)

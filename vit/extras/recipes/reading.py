@@ -1,25 +1,25 @@
-"""Map the settings of another project to settings of this project, and record each mapping.
+"""Map the arguments of another project to settings of this project.
 
-`Reading.follow` records one finding per argument: same, differs, no equivalent, or no effect in the
-source project. The finding follows from the rule in the project's table, or is recorded by a
-function of the project's module. `Reading.finish` raises an error if an argument has no finding, so
-no argument is dropped silently.
+A `Reading` is a value: the arguments of a recipe, and a finding for each argument that is mapped.
+`map_arguments` returns the reading with all findings. Each argument is mapped by the rule in its
+project's table, or by a function of its project's module, which returns findings: same, differs, no
+equivalent, or no effect in the source project. An argument without a finding is an error, so no
+argument is dropped silently.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import yaml
 
 from vit.config.hints import all_keys
 from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
-from vit.extras.recipes.python_config import Leaves, Opaque, flattened
+from vit.extras.recipes.command import Command
 
 Verdict = Literal["same", "differs", "cannot", "inert", "place"]
-Handler = Callable[["Reading"], None]
+Handler = Callable[["Reading"], Iterable["Finding"]]
 """A function that maps one or more arguments of a reading."""
 
 
@@ -34,195 +34,62 @@ class Finding(NamedTuple):
     """This project's closest settings, keyed by dotted path."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
+    comments: dict[str, str]
+    """An explanation of how a value was computed, keyed by dotted path, for the YAML file."""
 
 
-def crop_pct_for(crop: int, resized: int) -> float | None:
-    """Return the shortest decimal `eval.crop_pct` with which evaluation resizes an image's shorter
-    side to `resized` pixels before it cuts `crop` pixels, or None if there is none."""
-    if resized < crop:
-        return None
-    for digits in range(1, 17):
-        scale = 10**digits
-        nearest = scale * crop // resized
-        # A quotient that is a whole number may be rounded to a little less.
-        for number in (nearest, nearest - 1):
-            if number > 0 and int(crop / (number / scale)) == resized:
-                return number / scale
-    return None
+def same(
+    names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
+) -> Finding:
+    """Return the finding that the arguments `names` (separated by spaces) equal `settings`.
 
-
-class Reading:
-    """The findings for a recipe, collected while its arguments are mapped.
-
-    `args` contains the values by name. `stated` contains the names of the arguments in the command.
+    Args:
+        names: the arguments, separated by spaces, or "".
+        settings: this project's settings, keyed by dotted path.
+        note: how the first value was computed.
+        text: an assumption made in the computation.
     """
+    return _finding("same", names, settings, text, note)
 
-    def __init__(
-        self,
-        table: Table,
-        parsed: ParsedArguments,
-        num_gpus: int | None = None,
-        is_distributed: bool = False,
-    ):
-        self.table = table
-        self.args = parsed.values
-        self.stated = parsed.stated
-        self.num_gpus = num_gpus
-        """The total number of GPUs, or None if it is unknown."""
-        self.is_distributed = is_distributed
-        """Whether a launcher starts the processes."""
-        self.findings: list[Finding] = []
-        self.comments: dict[str, str] = {}
-        """An explanation of how each value was computed, keyed by dotted path. The YAML file
-        contains these texts as comments."""
-        self._known = frozenset(all_keys())
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of all findings recorded before this call, keyed by dotted path."""
-        return {k: v for finding in self.findings for k, v in finding.settings.items()}
+def differs(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Finding:
+    """Return the finding that the arguments `names` are similar to `settings`.
 
-    def same(
-        self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
-    ) -> None:
-        """Record that the arguments `names` (separated by spaces) equal `settings`.
+    text: the difference, or "" if they are the same.
+    """
+    return _finding("differs" if text else "same", names, settings, text)
 
-        note: how the first value was computed. text: an assumption made in the computation.
-        """
-        self._add("same", names, settings, text)
-        if note and settings:
-            self.comments[next(iter(settings))] = note
 
-    def differs(self, names: str, text: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Record that the arguments `names` are similar to `settings`. text: the difference, or ""
-        if they are the same."""
-        self._add("differs" if text else "same", names, settings, text)
+def cannot(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Finding:
+    """Return the finding that the arguments `names` have no equivalent.
 
-    def cannot(self, names: str, text: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Record that the arguments `names` have no equivalent. text: the reason, or "" if
-        `settings` is the same. settings: the replacement."""
-        self._add("cannot" if text else "same", names, settings, text)
+    Args:
+        names: the arguments, separated by spaces.
+        text: the reason, or "" if `settings` is the same.
+        settings: the replacement.
+    """
+    return _finding("cannot" if text else "same", names, settings, text)
 
-    def inert(self, names: str, text: str) -> None:
-        """Record that the arguments `names` have no effect in their project. text: the reason."""
-        self._add("inert", names, None, text)
 
-    def same_if_used(
-        self, is_used: bool, names: str, settings: Mapping[str, Any], reason: str
-    ) -> None:
-        """Record that the arguments `names` equal `settings`, or why they are not used."""
-        if is_used:
-            self.same(names, settings)
-        else:
-            self.inert(names, reason)
+def inert(names: str, text: str) -> Finding:
+    """Return the finding that the arguments `names` have no effect in their project.
 
-    def follow(self, arguments: Sequence[Argument], handlers: Mapping[str, Handler]) -> None:
-        """Map each argument by its handler or its rule, in the order of `arguments`.
+    text: the reason.
+    """
+    return _finding("inert", names, None, text)
 
-        A handler can map several arguments. Arguments that already have a finding are skipped.
-        """
-        for argument in arguments:
-            if argument.name in self.accounted:
-                continue
-            if argument.name in handlers:
-                handlers[argument.name](self)
-            else:
-                self._apply(argument, arguments)
 
-    def _apply(self, argument: Argument, arguments: Sequence[Argument]) -> None:
-        """Map `argument` by its rule (see `vit.extras.recipes.arguments`)."""
-        name = argument.name
-        names = self.remaining(" ".join(dict.fromkeys((name, *argument.flags))))
-        is_required = argument.type == "required"
-        value = self.args[name] if is_required else self.args.get(name, argument.default)
-        kind, _, text = argument.rule.partition(": ")
-        settings = argument.rule.strip("[]?").split(", ")
-        if self._known.issuperset(settings):
-            is_off = value is None if argument.rule.startswith("?") else not value
-            is_optional = argument.rule.startswith(("[", "?"))
-            self.same(names, {} if is_optional and is_off else dict.fromkeys(settings, value))
-        elif argument.rule.startswith("{"):
-            choices = yaml.safe_load(argument.rule)
-            if "refuse" in choices and value not in choices:
-                raise ValueError(f"{self.table.flag_of(name)} {value}: {choices['refuse']}")
-            choice = choices.get(value, choices.get("else", {}))
-            if isinstance(choice, str):
-                self.cannot(names, choice.format(value))
-            else:
-                ours = {key: value if each == "VALUE" else each for key, each in choice.items()}
-                self.same(names, ours)
-        elif kind == "differs":
-            self.differs(names, text.format(value) if value else "")
-        elif kind == "off":
-            self.cannot(name, "" if not value or value == "none" else text)
-        elif kind == "inert":
-            self.inert(" ".join(a.name for a in arguments if a.rule == argument.rule), text)
-        else:
-            assert kind in ("", "-"), f"{self.table.program}: no function maps {name}"
-            self.same(names)
+def same_if_used(is_used: bool, names: str, settings: Mapping[str, Any], reason: str) -> Finding:
+    """Return the finding that the arguments `names` equal `settings`, or why they are not used."""
+    return same(names, settings) if is_used else inert(names, reason)
 
-    @property
-    def accounted(self) -> set[str]:
-        """Return the names of all arguments that have a finding."""
-        return {name for finding in self.findings for name in finding.theirs}
 
-    def remaining(self, paths: str) -> str:
-        """Return the arguments at or below the dotted `paths` that have no finding yet, joined by
-        spaces."""
-        accounted = self.accounted
-        names = [
-            name
-            for path in paths.split()
-            for name in self.args
-            if (name == path or name.startswith(f"{path}.")) and name not in accounted
-        ]
-        return " ".join(dict.fromkeys(names))
-
-    def get(self, path: str, default: Any = None) -> Any:
-        """Return the value at `path`, or `default`."""
-        return self.args.get(path, default)
-
-    def items(self, path: str) -> list[str]:
-        """Return the paths of all items of a list, such as `path.0`."""
-        below = [name.removeprefix(f"{path}.") for name in self.args if name.startswith(f"{path}.")]
-        numbers = {int(name.partition(".")[0]) for name in below if name[:1].isdigit()}
-        return [f"{path}.{number}" for number in sorted(numbers)]
-
-    def refuse_rest(self, prefix: str = "") -> None:
-        """Record the keys of a config that have no finding yet. prefix: the config's name."""
-        for argument in self.table.arguments:
-            name = argument.name
-            if argument.in_recipe and name not in self.accounted:
-                self.cannot(name, f"{prefix}{name} = {self.args[name]!r} is not supported")
-
-    def finish(self) -> None:
-        """Record the paths and logging options, and check that each argument has exactly one
-        finding."""
-        places = [a.name for a in self.table.arguments if not a.in_recipe]
-        accounted = [name for finding in self.findings for name in finding.theirs]
-        stated = [name for name in dict.fromkeys(places) if name in self.stated]
-        self._add("place", " ".join(name for name in stated if name not in accounted), None, "")
-        recipe = {a.name for a in self.table.arguments if a.in_recipe}
-        missing = recipe - set(accounted)
-        double = {name for name in accounted if accounted.count(name) > 1}
-        assert not missing, f"{self.table.program}: no finding for {sorted(missing)}"
-        assert not double, f"{self.table.program}: several findings for {sorted(double)}"
-        keys = [key for finding in self.findings for key in finding.settings]
-        twice = {key for key in keys if keys.count(key) > 1}
-        assert not twice, f"{self.table.program}: {sorted(twice)} are set twice"
-
-    def _add(
-        self, verdict: Verdict, names: str, settings: Mapping[str, Any] | None, text: str
-    ) -> None:
-        theirs = tuple(names.split())
-        if not (theirs or settings or text):
-            return
-        unknown = set(theirs) - self.args.keys()
-        assert not unknown, f"{self.table.program} has no {sorted(unknown)}"
-        wrong = set(settings or {}) - self._known
-        assert not wrong, f"unknown settings: {sorted(wrong)}"
-        ours = {key: _plain(value) for key, value in (settings or {}).items()}
-        self.findings.append(Finding(verdict, theirs, ours, text))
+def _finding(
+    verdict: Verdict, names: str, settings: Mapping[str, Any] | None, text: str, note: str = ""
+) -> Finding:
+    ours = {key: _plain(value) for key, value in (settings or {}).items()}
+    comments = {next(iter(ours)): note} if note and ours else {}
+    return Finding(verdict, tuple(names.split()), ours, text, comments)
 
 
 def _plain(value: Any) -> Any:
@@ -232,18 +99,123 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def reading_of(
-    config: Mapping[str, Any],
-    program: str,
-    source: str,
-    places: re.Pattern[str],
-    num_gpus: int | None = None,
-) -> Reading:
-    """Return a reading of a nested config, whose arguments are dotted paths.
+class Program(NamedTuple):
+    """A program whose recipes are imported."""
 
-    places: matches the paths of values that are not part of a recipe.
+    parse: Callable[[Command], ParsedArguments]
+    handlers: Mapping[str, Handler]
+    """The functions for arguments whose rule in the table is not enough."""
+    rest: Handler
+    """A function that maps what no argument controls."""
+    rules: Sequence[Argument] = ()
+    """The arguments to map in this order, or () for those of the table that are in a recipe."""
+
+
+class Reading(NamedTuple):
+    """The arguments of a recipe, and the findings for those that are mapped."""
+
+    program: Program
+    source: str
+    """The command, or the name of the config file."""
+    table: Table
+    args: Mapping[str, Any]
+    """The values by name."""
+    stated: frozenset[str]
+    """The names of the arguments in the command."""
+    num_gpus: int | None
+    """The total number of GPUs, or None if it is unknown."""
+    is_distributed: bool
+    """Whether a launcher starts the processes."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of all findings, keyed by dotted path."""
+        return {k: v for finding in self.findings for k, v in finding.settings.items()}
+
+    @property
+    def accounted(self) -> list[str]:
+        """Return the names of the arguments that have a finding."""
+        return [name for finding in self.findings for name in finding.theirs]
+
+    def plus(self, findings: Iterable[Finding]) -> Reading:
+        """Return this reading with more findings. Empty findings are dropped."""
+        said = (f for f in findings if f.theirs or f.settings or f.text)
+        return self._replace(findings=(*self.findings, *said))
+
+    def present(self, paths: str) -> str:
+        """Return the arguments at or below the dotted `paths`, joined by spaces."""
+        names = [
+            name
+            for path in paths.split()
+            for name in self.args
+            if name == path or name.startswith(f"{path}.")
+        ]
+        return " ".join(dict.fromkeys(names))
+
+
+def map_arguments(reading: Reading) -> Reading:
+    """Return `reading` with a finding for each argument, and with the stated paths.
+
+    Arguments are mapped in the order of the program's rules, so a function can use the settings of
+    earlier arguments. A function can map several arguments.
     """
-    leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
-    arguments = tuple(Argument((k,), "str", None, "", not places.match(k)) for k in leaves)
-    parsed = ParsedArguments(Leaves(leaves), frozenset(leaves))
-    return Reading(Table(program, source, arguments), parsed, num_gpus)
+    recipe = [argument for argument in reading.table.arguments if argument.in_recipe]
+    rules = reading.program.rules or recipe
+    for argument in rules:
+        if argument.name in reading.accounted:
+            continue
+        handler = reading.program.handlers.get(argument.name)
+        findings = handler(reading) if handler else [_follow_rule(reading, argument, rules)]
+        reading = reading.plus(findings)
+    reading = reading.plus(reading.program.rest(reading))
+
+    accounted = set(reading.accounted)
+    places = [argument.name for argument in reading.table.arguments if not argument.in_recipe]
+    stated = [n for n in dict.fromkeys(places) if n in reading.stated and n not in accounted]
+    _check(reading, {argument.name for argument in recipe})
+    return reading.plus([_finding("place", " ".join(stated), None, "")])
+
+
+def _check(reading: Reading, recipe: set[str]) -> None:
+    """Check that each argument of `recipe` has one finding, and that each setting exists."""
+    names = reading.accounted
+    keys = [key for finding in reading.findings for key in finding.settings]
+    program = reading.table.program
+    assert recipe <= set(names), f"{program}: no finding for {sorted(recipe - set(names))}"
+    assert set(names) <= reading.args.keys(), f"{program} has no {sorted(names)}"
+    assert len(names) == len(set(names)), f"{program}: several findings for one of {names}"
+    assert set(keys) <= set(all_keys()), f"unknown settings among {keys}"
+    assert len(keys) == len(set(keys)), f"{program}: one of {keys} is set twice"
+
+
+def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]) -> Finding:
+    """Map `argument` by its rule (see `vit.extras.recipes.arguments`)."""
+    name = argument.name
+    names = reading.present(" ".join((name, *argument.flags)))
+    is_required = argument.type == "required"
+    value = reading.args[name] if is_required else reading.args.get(name, argument.default)
+    kind, _, text = argument.rule.partition(": ")
+    settings = argument.rule.strip("[]?").split(", ")
+    if set(all_keys()).issuperset(settings):
+        is_off = value is None if argument.rule.startswith("?") else not value
+        is_optional = argument.rule.startswith(("[", "?"))
+        return same(names, {} if is_optional and is_off else dict.fromkeys(settings, value))
+
+    if argument.rule.startswith("{"):
+        choices = yaml.safe_load(argument.rule)
+        if "refuse" in choices and value not in choices:
+            raise ValueError(f"{reading.table.flag_of(name)} {value}: {choices['refuse']}")
+        choice = choices.get(value, choices.get("else", {}))
+        if isinstance(choice, str):
+            return cannot(names, choice.format(value))
+        return same(names, {key: value if v == "VALUE" else v for key, v in choice.items()})
+
+    if kind == "differs":
+        return differs(names, text.format(value) if value else "")
+    if kind == "off":
+        return cannot(name, "" if not value or value == "none" else text)
+    if kind == "inert":
+        return inert(" ".join(each.name for each in rules if each.rule == argument.rule), text)
+    assert kind in ("", "-"), f"{reading.table.program}: no function maps {name}"
+    return same(names)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 
-from vit.config.io import dump_yaml
-from vit.extras.recipes.importing import Imported, is_default, nested
+from vit.config.io import dump_yaml, from_dict, to_dict
+from vit.extras.recipes.importing import Imported, nested
 from vit.extras.recipes.reading import Finding, Reading
 
 _ALWAYS = {
@@ -34,14 +34,22 @@ def yaml_text(imported: Imported, out: Path | None) -> str:
     """Return the recipe as YAML in the style of configs/. out: the path of the YAML file."""
     reading = imported.reading
     optimizer = imported.settings.get("optim.name", "adamw")
+    required = {"data": {"root": ""}, "train": {"epochs": 1}}
+    defaults = to_dict(from_dict({**required, "optim": {"name": optimizer}}, "the defaults"))
     written = {
-        key: value
-        for key, value in imported.settings.items()
-        if key in _ALWAYS or not is_default(key, value, optimizer)
+        section: {
+            name: value
+            for name, value in group.items()
+            if f"{section}.{name}" in _ALWAYS or value != defaults[section].get(name)
+        }
+        for section, group in nested(imported.settings).items()
     }
-    comments = {**reading.comments, "data.root": "shards of the images (docs/data.md)"}
-    sections = [dump_yaml({name: group}, comments) for name, group in nested(written).items()]
-    return _header(imported, out) + "\n" + "\n".join(sections)
+
+    comments = {"data.root": "shards of the images (docs/data.md)"}
+    for finding in reading.findings:
+        comments |= finding.comments
+    groups = [dump_yaml({name: group}, comments) for name, group in written.items() if group]
+    return _header(imported, out) + "\n" + "\n".join(groups)
 
 
 def account(imported: Imported) -> str:
@@ -126,12 +134,13 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _wrapped(text: str, indent: str = "  ") -> list[str]:
+def _wrapped(text: str, indent: str = "  ", below: str = "") -> list[str]:
+    """Wrap `text`. below: the indent of the second and further lines, by default 4 more."""
     return textwrap.wrap(
         text,
         _COLUMNS,
         initial_indent=indent,
-        subsequent_indent=indent + "    ",
+        subsequent_indent=below or indent + "    ",
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -145,7 +154,7 @@ def _header(imported: Imported, out: Path | None) -> str:
     name = imported.settings.get("model.name", "vit_b16")
     lines = [f"# {name} at {size} px, as {reading.table.program} trains it.", "#"]
     lines += _entry("source", f"{reading.table.source}: defaults, and the arguments below")
-    lines += _entry("stated", imported.source)
+    lines += _entry("stated", reading.source)
     file = out or "FILE.yaml"
     command = f"torchrun --nproc_per_node=8 launch/train.py --config {file} data.root=SHARDS"
     lines.append(f"# {'command':<10} {command}")
@@ -162,11 +171,4 @@ def _header(imported: Imported, out: Path | None) -> str:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _COLUMNS,
-        initial_indent=f"# {label:<10} ",
-        subsequent_indent=f"# {'':<10} ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _wrapped(text, f"# {label:<10} ", f"# {'':<10} ")

@@ -8,10 +8,7 @@ the package's release notes, its scheduler and loss factories, and the tests in 
 
 from __future__ import annotations
 
-import re
-
 from vit.extras.recipes.arguments import make_table
-from vit.extras.recipes.reading import Reading
 
 _RECIPE = """
 -b --batch-size           int     128     per GPU; data.global_batch_size is the total
@@ -226,24 +223,3 @@ OLDER_DEFAULTS = {
 }
 """Maps the last day on which old defaults were valid to those that have since changed
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
-
-
-def note_old_defaults(reading: Reading) -> None:
-    """Record omitted arguments whose defaults differed in earlier versions of timm."""
-    without_effect = {n for f in reading.findings if f.verdict == "inert" for n in f.theirs}
-    parts = []
-    for day, defaults in OLDER_DEFAULTS.items():
-        unstated = [
-            f"--{name} {value}"
-            for name, value in re.findall(r"--(\S+) (\S+)", defaults)
-            if name.replace("-", "_") not in reading.stated | without_effect
-        ]
-        if unstated:
-            parts.append(f"until {day} {' '.join(unstated)}")
-    if parts and "lr_base" not in reading.stated:
-        # --lr-base was added together with the current defaults.
-        text = (
-            "arguments that are not given have timm's current defaults. For an older command, pass"
-            f" the old defaults: {'; '.join(parts)}. For a fork, pass the defaults of its train.py"
-        )
-        reading.differs("", text)

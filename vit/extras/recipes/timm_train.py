@@ -10,50 +10,63 @@ adds epochs, and so does the warm-up with --warmup-prefix.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
 from vit.config.hints import all_keys
+from vit.extras.recipes.arguments import read_words
 from vit.extras.recipes.rates import map_schedule, timm_cosine, timm_step, timm_wsd
-from vit.extras.recipes.reading import Handler, Reading
+from vit.extras.recipes.reading import (
+    Finding,
+    Program,
+    Reading,
+    cannot,
+    differs,
+    inert,
+    same,
+    same_if_used,
+)
 from vit.extras.recipes.timm_common import (
+    initial_weights,
     map_average,
     map_batch,
     map_clipping,
     map_color_jitter,
     map_erasing,
-    map_initial_weights,
     map_mixing,
     map_optimizer,
     map_policy,
-    map_precision,
     map_repeats,
-    map_train_interpolation,
+    precision,
+    train_interpolation,
 )
-from vit.extras.recipes.timm_table import TABLE, note_old_defaults
+from vit.extras.recipes.timm_table import OLDER_DEFAULTS, TABLE
 from vit.layers.presets import SIZES
 from vit.system.spelling import did_you_mean
 from vit.weights.published import in_our_terms
 
-__all__ = ["HANDLERS", "TABLE", "note_old_defaults"]
 _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
 """Matches names of timm models that are equal to a model of this project."""
 
 
-def _map_initial_weights(reading: Reading) -> None:
+def _map_initial_weights(reading: Reading) -> Iterator[Finding]:
     """Map the initial weights and `--head-init-scale`, a factor on the head's weights."""
     scale = reading.args["head_init_scale"]
-    is_ours = not reading.settings["model.name"].startswith("timm/")
-    if scale in (None, 1):
-        reading.same("head_init_scale")
-        if is_ours:
-            map_initial_weights(reading, "", "timm")
-    elif scale == 0 and is_ours:
-        reading.same("head_init_scale")  # Without `model.weight_init`, the head starts at 0.
-        map_initial_weights(reading, "torch's convolution default for patches, and a head of zeros")
-    else:
-        reading.cannot("head_init_scale", f"initial weights of the head times {scale:g}")
+    is_ours = _plain(reading) is not None
+    is_unscaled = scale in (None, 1)
+    if not is_unscaled and not (scale == 0 and is_ours):
+        yield cannot("head_init_scale", f"initial weights of the head times {scale:g}")
+        return
+    yield same("head_init_scale")
+    if is_ours and is_unscaled:
+        yield initial_weights(reading, "", "timm")
+    elif is_ours:
+        # Without `model.weight_init`, the head starts at 0.
+        yield initial_weights(
+            reading, "torch's convolution default for patches, and a head of zeros"
+        )
 
 
 def _plain(reading: Reading) -> re.Match[str] | None:
@@ -65,7 +78,7 @@ def _model_name(reading: Reading) -> str:
     return re.sub(r"^(hf[-_]hub:)?(timm/)?", "", reading.args["model"])
 
 
-def _map_model(reading: Reading) -> None:
+def _map_model(reading: Reading) -> Iterator[Finding]:
     """Map the model and its image size, unless `--input-size` and others state it."""
     args = reading.args
     name = _model_name(reading)
@@ -76,7 +89,8 @@ def _map_model(reading: Reading) -> None:
         settings |= {"model.dist_token": True} if plain[2] else {}
         if name.startswith("deit3_"):
             settings |= {"model.init_values": 1e-6, "model.no_embed_class": True}
-    reading.same("model", settings)
+    yield same("model", settings)
+
     channels, height, width = args["input_size"] or published.input_size
     side = args["img_size"] or args["model_kwargs"].get("img_size")
     if side and not args["input_size"]:
@@ -85,18 +99,18 @@ def _map_model(reading: Reading) -> None:
     size = {"model.image_size": height if height == width else [height, width]}
     if channels != 3:
         size["model.in_chans"] = channels
-    reading.same("input_size img_size in_chans", size)
+    yield same("input_size img_size in_chans", size)
 
 
-def _map_pooling(reading: Reading) -> None:
+def _map_pooling(reading: Reading) -> Iterator[Finding]:
     pool = reading.args["gp"]
     if pool is None:
-        reading.same("gp")
+        yield same("gp")
     elif _plain(reading) and pool in ("avg", "token", "map"):
         ours = in_our_terms({**reading.args["model_kwargs"], "global_pool": pool})
-        reading.same("gp", {"model.global_pool": ours["global_pool"]})
+        yield same("gp", {"model.global_pool": ours["global_pool"]})
     else:
-        reading.cannot("gp", f"the pooling {pool} for this model")
+        yield cannot("gp", f"the pooling {pool} for this model")
 
 
 @cache
@@ -118,7 +132,7 @@ def _published(name: str) -> Any:
     return config
 
 
-def _map_fields(reading: Reading) -> None:
+def _map_fields(reading: Reading) -> Iterator[Finding]:
     """Map `--model-kwargs` and `--head-init-bias`."""
     mapped = ("img_size", "global_pool" if reading.args["gp"] else "")
     fields = {"global_pool": reading.args["gp"]} | reading.args["model_kwargs"]
@@ -127,39 +141,42 @@ def _map_fields(reading: Reading) -> None:
     lacking = [key for key in fields if f"model.{key}" not in all_keys()]
     ours = {f"model.{key}": value for key, value in fields.items() if key not in lacking}
     text = "arguments of the model: " + ", ".join(lacking)
-    reading.cannot("model_kwargs", text if lacking else "", ours)
+    yield cannot("model_kwargs", text if lacking else "", ours)
+
     bias = reading.args["head_init_bias"]
     if bias is not None and _plain(reading):
-        reading.same("head_init_bias", {"model.init_head_bias": bias})
+        yield same("head_init_bias", {"model.init_head_bias": bias})
     else:
-        reading.cannot("head_init_bias", "the initial bias of the head" if bias else "")
+        yield cannot("head_init_bias", "the initial bias of the head" if bias else "")
 
 
-def _map_view(reading: Reading) -> None:
+def _map_view(reading: Reading) -> Iterator[Finding]:
     """Map `--crop-pct`, `--mean` and `--std`, which default to those of the model's weights."""
     args = reading.args
     published = _published(_model_name(reading))
     crop = {"eval.crop_pct": args["crop_pct"] or published.crop_pct or 0.875}
-    reading.same("crop_pct", crop, "" if args["crop_pct"] else "the model's")
+    yield same("crop_pct", crop, "" if args["crop_pct"] else "the model's")
     channels = reading.settings.get("model.in_chans", 3)
     for key in ("mean", "std"):
         statistics = list(args[key] or getattr(published, key))
         if len(statistics) != channels:
             statistics = [fmean(statistics)] * channels  # Imitates timm's adapt_to_chs.
-        reading.same(key, {f"data.{key}": statistics}, "" if args[key] else "the model's")
+        yield same(key, {f"data.{key}": statistics}, "" if args[key] else "the model's")
 
 
-def _map_batch_norm(reading: Reading) -> None:
+def _map_batch_norm(reading: Reading) -> Iterator[Finding]:
     if re.match(r"(vit|naflexvit|flexivit|deit|beit|eva)", _model_name(reading)):
-        reading.inert("dist_bn", "the model has no batch norm")
+        yield inert("dist_bn", "the model has no batch norm")
     elif reading.args["dist_bn"] == "reduce":
-        text = "batch norm statistics: timm averages them over GPUs, this project uses rank 0's"
-        reading.differs("dist_bn", text)
+        yield differs(
+            "dist_bn",
+            "batch norm statistics: timm averages them over GPUs, this project uses rank 0's",
+        )
     else:
-        reading.same("dist_bn")
+        yield same("dist_bn")
 
 
-def _map_weights(reading: Reading) -> None:
+def _map_weights(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     weights = args["pretrained_path"] or args["initial_checkpoint"]
     start: dict[str, Any] = {}
@@ -167,85 +184,100 @@ def _map_weights(reading: Reading) -> None:
         start["init.checkpoint"] = _published(_model_name(reading)).hf_hub_id
         if args["num_classes"]:
             start["init.reset_head"] = True
-    reading.same("pretrained", start)
-    reading.same(
+    yield same("pretrained", start)
+    yield same(
         "pretrained_path initial_checkpoint", {"init.checkpoint": weights} if weights else {}
     )
 
 
-def _map_no_augmentation(reading: Reading) -> None:
+def _map_no_augmentation(reading: Reading) -> Iterator[Finding]:
     """Map `--no-aug`. A crop scale of 1 and an aspect ratio of 1 select the central square."""
     if not reading.args["no_aug"]:
-        reading.same("no_aug")
+        yield same("no_aug")
         return
     window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
-    reading.same("no_aug", {**window, "augment.hflip_prob": 0.0})
+    yield same("no_aug", {**window, "augment.hflip_prob": 0.0})
     names = "train_crop_mode scale ratio hflip aa color_jitter color_jitter_prob reprob remode"
-    reading.inert(f"{names} recount resplit", "--no-aug")
-    if reading.args["train_interpolation"] == "random":
-        reading.args["train_interpolation"] = "bilinear"  # timm's interpolation for --no-aug
+    yield inert(f"{names} recount resplit", "--no-aug")
 
 
-def _map_color_jitter_prob(reading: Reading) -> None:
+def _map_color_jitter_prob(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     jitters = args["aa"] in ("", None, "3a") and args["color_jitter"]
     if args["color_jitter_prob"] is None or not jitters:
-        reading.inert("color_jitter_prob", "--color-jitter-prob or --color-jitter is off")
+        yield inert("color_jitter_prob", "--color-jitter-prob or --color-jitter is off")
     else:
-        reading.cannot("color_jitter_prob", "color changes in a share of the images")
+        yield cannot("color_jitter_prob", "color changes in a share of the images")
 
 
-def _map_repeats(reading: Reading) -> None:
-    map_repeats(
-        reading,
-        "aug_repeats",
-        int(reading.args["aug_repeats"]),
-        "a single process has no distributed sampler",
+def _map_repeats(reading: Reading) -> Iterator[Finding]:
+    repeats = int(reading.args["aug_repeats"])
+    return map_repeats(
+        reading, "aug_repeats", repeats, "a single process has no distributed sampler"
     )
 
 
-def _map_interpolation(reading: Reading) -> None:
+def _map_interpolation(reading: Reading) -> Iterator[Finding]:
+    args = reading.args
+    is_bilinear = args["no_aug"] and args["train_interpolation"] == "random"  # as in timm
     text = "timm chooses bilinear or bicubic for each training image, this project uses bicubic"
-    ours = map_train_interpolation(reading, text)
-    theirs = reading.args["interpolation"] or "bicubic"
+    of_training = train_interpolation(
+        "bilinear" if is_bilinear else args["train_interpolation"], text
+    )
+    yield of_training
+
+    ours = of_training.settings["data.interpolation"]
+    theirs = args["interpolation"] or "bicubic"
     text = f"timm resizes by {theirs} for evaluation, this project by {ours} as in training"
-    reading.differs("interpolation", "" if theirs == ours else text)
+    yield differs("interpolation", "" if theirs == ours else text)
 
 
-def _map_mixup_off_epoch(reading: Reading) -> None:
+def _map_mixup_off_epoch(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     last = args["mixup_off_epoch"]
     mixes = args["mixup"] > 0 or args["cutmix"] > 0
     off = {"augment.mixup_off_epoch": last} if last and mixes and last < args["epochs"] else {}
-    reading.same("mixup_off_epoch", off)
+    yield same("mixup_off_epoch", off)
 
 
-def _map_loss(reading: Reading) -> None:
+def _map_loss(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     loss = args["loss"] or ("bce" if args["bce_loss"] else "ce")
     if loss != "bce":
         text = f"the loss {loss}: replaced by cross-entropy"
-        reading.cannot("bce_loss loss", "" if loss == "ce" else text)
+        yield cannot("bce_loss loss", "" if loss == "ce" else text)
         names = "bce_sum bce_target_thresh bce_pos_weight loss_pos_weight"
-        reading.inert(names, "the loss is not binary cross-entropy")
+        yield inert(names, "the loss is not binary cross-entropy")
         return
     threshold = args["bce_target_thresh"]
     names = "bce_loss loss bce_sum bce_target_thresh"
     if threshold is not None and threshold < args["smoothing"] / 1000:
-        text = "with this threshold, smoothing makes all targets 1: replaced by cross-entropy"
-        reading.cannot(names, text)
+        yield cannot(
+            names, "with this threshold, smoothing makes all targets 1: replaced by cross-entropy"
+        )
         return
     bce = {"loss.name": "bce", "loss.bce_sum": args["bce_sum"], "loss.bce_target_thresh": threshold}
-    reading.same(names, bce)
+    yield same(names, bce)
 
 
-def _map_optimizer(reading: Reading) -> None:
+def _map_optimizer(reading: Reading) -> Iterator[Finding]:
+    """Map the optimizer, and note that timm's default learning rate is meant for SGD."""
     lr, formula = _rate(reading.args, reading.settings["data.global_batch_size"])
-    map_optimizer(reading, lr, formula, "lr lr_base lr_base_size lr_base_scale")
-    _note_rate_for_sgd(reading, lr)
+    findings = list(map_optimizer(reading, lr, formula, "lr lr_base lr_base_size lr_base_scale"))
+    yield from findings
+
+    is_adaptive = findings[0].settings["optim.name"] in ("adamw", "nadamw", "lamb")
+    is_default = not reading.stated & {"lr", "lr_base"}
+    if is_adaptive and is_default and lr >= 0.01:
+        text = (
+            "note: the command has neither --lr nor --lr-base, so timm's default gives a"
+            f" learning rate of {lr:g}, which suits SGD and is usually far too high for"
+            f" {reading.args['opt']}: pass --lr"
+        )
+        yield same("", text=text)
 
 
-def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
+def _rate(args: Mapping[str, Any], batch: int) -> tuple[float, str]:
     """Return the peak learning rate and its formula (train.py, `if not args.lr`)."""
     if args["lr"]:
         return args["lr"], ""
@@ -258,36 +290,26 @@ def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
     return args["lr_base"] * ratio, formula
 
 
-def _note_rate_for_sgd(reading: Reading, lr: float) -> None:
-    """Add a note if Adam or LAMB runs with timm's default learning rate, which is meant for SGD."""
-    is_adaptive = reading.settings["optim.name"] in ("adamw", "nadamw", "lamb")
-    if is_adaptive and not reading.stated & {"lr", "lr_base"} and lr >= 0.01:
-        reading.same(
-            "",
-            text="note: the command has neither --lr nor --lr-base, so timm's default gives a"
-            f" learning rate of {lr:g}, which suits SGD and is usually far too high for"
-            f" {reading.args['opt']}: pass --lr",
-        )
-
-
 _OF_TEACHER = (
     "kd_distill_type kd_loss_type distill_loss_weight task_loss_weight kd_temperature"
     " kd_student_feature_dim kd_teacher_feature_dim kd_token_distill_type"
 )
 
 
-def _map_teacher(reading: Reading) -> None:
+def _map_teacher(reading: Reading) -> Iterator[Finding]:
     """Map distillation (timm/task/distillation.py, token_distillation.py)."""
     args = reading.args
     name = args["kd_model_name"]
     distill_type = args["kd_distill_type"]
     if name is None:
-        reading.same("kd_model_name")
-        reading.inert(_OF_TEACHER, "the recipe has no teacher")
+        yield same("kd_model_name")
+        yield inert(_OF_TEACHER, "the recipe has no teacher")
         return
     if distill_type == "feature":
-        text = "features of a teacher as targets, through a trained projection"
-        reading.cannot(f"kd_model_name {_OF_TEACHER}", text)
+        yield cannot(
+            f"kd_model_name {_OF_TEACHER}",
+            "features of a teacher as targets, through a trained projection",
+        )
         return
     of_task, of_teacher = args["task_loss_weight"], args["distill_loss_weight"]
     if of_teacher is None:
@@ -298,11 +320,13 @@ def _map_teacher(reading: Reading) -> None:
             f"--task-loss-weight {of_task:g} leaves {of_teacher:g} for the teacher: pass"
             " positive weights, or omit --kd-model-name"
         )
+
     settings = {"distill.teacher": f"{name}.safetensors", "distill.teacher_model": name}
-    reading.same("kd_model_name", settings, "save timm's weights of the teacher to this path")
+    yield same("kd_model_name", settings, "save timm's weights of the teacher to this path")
     weights = {"distill.task_loss_weight": of_task, "distill.distill_loss_weight": of_teacher}
-    reading.same("task_loss_weight distill_loss_weight", weights)
-    reading.inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
+    yield same("task_loss_weight distill_loss_weight", weights)
+    yield inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
+
     has_two_heads = "model.dist_token" in reading.settings
     if distill_type == "token" and not has_two_heads:
         raise ValueError(
@@ -311,19 +335,18 @@ def _map_teacher(reading: Reading) -> None:
         )
     text = "timm trains the mean of both heads on both targets, this project each head on one"
     trains_mean = distill_type == "logit" and has_two_heads
-    reading.differs("kd_distill_type", text if trains_mean else "")
+    yield differs("kd_distill_type", text if trains_mean else "")
     kind = args["kd_token_distill_type"] if distill_type == "token" else "soft"
     if distill_type == "token":
-        reading.same("kd_token_distill_type", {"distill.distill_type": kind})
+        yield same("kd_token_distill_type", {"distill.distill_type": kind})
     else:
-        reading.same("", {"distill.distill_type": "soft"})
-        reading.inert("kd_token_distill_type", "only for --kd-distill-type token")
+        yield same("", {"distill.distill_type": "soft"})
+        yield inert("kd_token_distill_type", "only for --kd-distill-type token")
     temperature = {"distill.temperature": args["kd_temperature"]}
-    reason = "only for soft distillation"
-    reading.same_if_used(kind != "hard", "kd_temperature", temperature, reason)
+    yield same_if_used(kind != "hard", "kd_temperature", temperature, "only for soft distillation")
 
 
-def _map_length(reading: Reading) -> None:
+def _map_length(reading: Reading) -> Iterator[Finding]:
     """Map `--epochs`, to which a warm-up and a cool-down can be added."""
     args = reading.args
     epochs = args["epochs"]
@@ -335,10 +358,10 @@ def _map_length(reading: Reading) -> None:
     if cooldown:
         parts.append(f"{cooldown} of cool-down")
     length = {"train.epochs": prefix + epochs + cooldown}
-    reading.same("epochs warmup_prefix", length, " + ".join(parts) if len(parts) > 1 else "")
+    yield same("epochs warmup_prefix", length, " + ".join(parts) if len(parts) > 1 else "")
 
 
-def _map_schedule(reading: Reading) -> None:
+def _map_schedule(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     kind = args["sched"]
     settings = {
@@ -352,39 +375,41 @@ def _map_schedule(reading: Reading) -> None:
     names = "sched sched_on_updates min_lr warmup_lr warmup_epochs"
     of_step = "decay_rate decay_milestones patience_epochs lr_stable_timescale"
     if kind == "wsd":
-        _map_wsd(reading, names, settings, of_step)
+        yield from _map_wsd(reading, names, settings, of_step)
         return
     if kind in ("constant", "none"):
         has_warmup = kind == "constant" and args["warmup_epochs"]
         kept = ("interval", "warmup_epochs", "warmup_lr") if has_warmup else ()
         ours = {f"schedule.{key}": settings[f"schedule.{key}"] for key in kept}
-        reading.same(names, {"schedule.name": "constant", **ours})
-        reading.inert(
-            f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs", "the rate is constant"
-        )
+        yield same(names, {"schedule.name": "constant", **ours})
+        unused = f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs"
+        yield inert(unused, "the rate is constant")
         return
+
     unused = f"decay_epochs lr_decay_fn {of_step}"
     note = ""
     if kind == "cosine":
-        _map_cooldown(reading)
+        kind = ""
+        cooldown = _cooldown(reading)
+        yield cooldown
+        reading = reading.plus([cooldown])
     else:
         unused += " cooldown_epochs"
     if kind == "step":
         lr = reading.settings["optim.lr"]
         at_end = timm_step(lr, args["epochs"] - 0.5, args["decay_epochs"] or 90, args["decay_rate"])
         note = f"; timm's ends at {at_end:.2g}"
-    shape = partial(
-        timm_cosine,
-        warmup_prefix=args["warmup_prefix"],
-        k_decay=args["lr_k_decay"],
-        per_step=args["sched_on_updates"],
-    )
-    map_schedule(
+    yield from map_schedule(
         reading,
         f"{names} lr_k_decay",
         settings,
-        shape,
-        kind="" if kind == "cosine" else kind,
+        partial(
+            timm_cosine,
+            warmup_prefix=args["warmup_prefix"],
+            k_decay=args["lr_k_decay"],
+            per_step=args["sched_on_updates"],
+        ),
+        kind=kind,
         unused=unused,
         note=note,
         reasons="--lr-k-decay changes the shape of the cosine" if args["lr_k_decay"] != 1 else "",
@@ -392,11 +417,19 @@ def _map_schedule(reading: Reading) -> None:
     )
 
 
-def _map_wsd(reading: Reading, names: str, settings: dict[str, Any], unused: str) -> None:
+def _map_wsd(
+    reading: Reading, names: str, settings: Mapping[str, Any], unused: str
+) -> Iterator[Finding]:
     """Map `--sched wsd` (timm/scheduler/scheduler_factory.py).
 
     In timm, the decay is a fraction of the epochs after the warm-up, rounded to whole epochs unless
     the rate changes each step.
+
+    Args:
+        reading: the reading, with findings for learning rate, length and batch size.
+        names: the arguments of all schedules.
+        settings: this project's settings for `names`.
+        unused: the arguments of other schedules.
     """
     args = reading.args
     warmup = args["warmup_epochs"]
@@ -409,19 +442,22 @@ def _map_wsd(reading: Reading, names: str, settings: dict[str, Any], unused: str
             f"--decay-epochs {stated:g}: timm rejects a decay of {decay:g} epochs in"
             f" {after_warmup} epochs after the warm-up"
         )
-    _map_cooldown(reading)
-    del settings["schedule.warmup_prefix"]  # the warm-up is always first
+
+    cooldown = _cooldown(reading)
+    yield cooldown
     form = args["lr_decay_fn"] or "1-sqrt"
-    settings |= {
+    ours = {
+        **settings,
         "schedule.name": "wsd",
         "schedule.decay_fraction": decay / reading.settings["train.epochs"],
         # timm's `power` has the exponent 1/2 here.
         "schedule.decay_form": "linear" if form == "linear" else "1-sqrt",
     }
-    map_schedule(
-        reading,
+    del ours["schedule.warmup_prefix"]  # the warm-up is always first
+    yield from map_schedule(
+        reading.plus([cooldown]),
         f"{names} decay_epochs lr_decay_fn",
-        settings,
+        ours,
         partial(timm_wsd, decay_epochs=decay, decay_fn=form, per_step=args["sched_on_updates"]),
         unused=f"{unused} lr_k_decay",
         reasons=f"--lr-decay-fn {form}" if form in ("cosine", "exp") else "",
@@ -429,56 +465,80 @@ def _map_wsd(reading: Reading, names: str, settings: dict[str, Any], unused: str
     )
 
 
-def _map_cooldown(reading: Reading) -> None:
+def _cooldown(reading: Reading) -> Finding:
     cooldown = reading.args["cooldown_epochs"]
     if cooldown and min(reading.args["min_lr"], reading.settings["optim.lr"]) == 0:
-        text = (
-            f"timm adds {cooldown} epochs at learning rate 0, this project lengthens the schedule"
+        return differs(
+            "cooldown_epochs",
+            f"timm adds {cooldown} epochs at learning rate 0, this project lengthens the schedule",
         )
-        reading.differs("cooldown_epochs", text)
-    else:
-        reading.same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown} if cooldown else {})
+    return same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown} if cooldown else {})
 
 
-def _map_ema_warmup(reading: Reading) -> None:
+def _map_ema_warmup(reading: Reading) -> Iterator[Finding]:
     warmup = {"ema.warmup": 2 / 3} if reading.args["model_ema_warmup"] else {}
     is_used = reading.args["model_ema"] or not warmup
-    reading.same_if_used(is_used, "model_ema_warmup", warmup, "the average is off")
+    yield same_if_used(is_used, "model_ema_warmup", warmup, "the average is off")
 
 
-def _map_precision(reading: Reading) -> None:
+def _map_precision(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
-    reading.same("amp amp_dtype apex_amp native_amp")
+    yield same("amp amp_dtype apex_amp native_amp")
     is_mixed = args["amp"] or args["apex_amp"] or args["native_amp"]
-    map_precision(reading, theirs if is_mixed else "fp32")
+    yield precision(theirs if is_mixed else "fp32")
 
 
-HANDLERS: dict[str, Handler] = {
-    "batch_size": map_batch,
-    "model": _map_model,
-    "gp": _map_pooling,
-    "model_kwargs": _map_fields,
-    "crop_pct": _map_view,
-    "dist_bn": _map_batch_norm,
-    "pretrained": _map_weights,
-    "no_aug": _map_no_augmentation,
-    "train_interpolation": _map_interpolation,
-    "aa": map_policy,
-    "color_jitter": map_color_jitter,
-    "color_jitter_prob": _map_color_jitter_prob,
-    "remode": map_erasing,
-    "aug_repeats": _map_repeats,
-    "mixup_prob": map_mixing,
-    "mixup_off_epoch": _map_mixup_off_epoch,
-    "bce_loss": _map_loss,
-    "kd_model_name": _map_teacher,
-    "opt": _map_optimizer,
-    "clip_grad": map_clipping,
-    "epochs": _map_length,
-    "sched": _map_schedule,
-    "model_ema_decay": map_average,
-    "model_ema_warmup": _map_ema_warmup,
-    "amp": _map_precision,
-    "head_init_scale": _map_initial_weights,
-}
+def _note_old_defaults(reading: Reading) -> Iterator[Finding]:
+    """Note omitted arguments whose defaults differed in earlier versions of timm."""
+    without_effect = {n for f in reading.findings if f.verdict == "inert" for n in f.theirs}
+    parts = []
+    for day, defaults in OLDER_DEFAULTS.items():
+        unstated = [
+            f"--{name} {value}"
+            for name, value in re.findall(r"--(\S+) (\S+)", defaults)
+            if name.replace("-", "_") not in reading.stated | without_effect
+        ]
+        if unstated:
+            parts.append(f"until {day} {' '.join(unstated)}")
+    if parts and "lr_base" not in reading.stated:
+        # --lr-base was added together with the current defaults.
+        yield differs(
+            "",
+            "arguments that are not given have timm's current defaults. For an older command, pass"
+            f" the old defaults: {'; '.join(parts)}. For a fork, pass the defaults of its train.py",
+        )
+
+
+PROGRAM = Program(
+    parse=lambda command: read_words(TABLE, command.words),
+    handlers={
+        "batch_size": map_batch,
+        "model": _map_model,
+        "gp": _map_pooling,
+        "model_kwargs": _map_fields,
+        "crop_pct": _map_view,
+        "dist_bn": _map_batch_norm,
+        "pretrained": _map_weights,
+        "no_aug": _map_no_augmentation,
+        "train_interpolation": _map_interpolation,
+        "aa": map_policy,
+        "color_jitter": map_color_jitter,
+        "color_jitter_prob": _map_color_jitter_prob,
+        "remode": map_erasing,
+        "aug_repeats": _map_repeats,
+        "mixup_prob": map_mixing,
+        "mixup_off_epoch": _map_mixup_off_epoch,
+        "bce_loss": _map_loss,
+        "kd_model_name": _map_teacher,
+        "opt": _map_optimizer,
+        "clip_grad": map_clipping,
+        "epochs": _map_length,
+        "sched": _map_schedule,
+        "model_ema_decay": map_average,
+        "model_ema_warmup": _map_ema_warmup,
+        "amp": _map_precision,
+        "head_init_scale": _map_initial_weights,
+    },
+    rest=_note_old_defaults,
+)

@@ -8,17 +8,20 @@ the batch size and the number of epochs. Images are resized bilinearly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
-from vit.extras.recipes.arguments import make_table
+from vit.extras.recipes.arguments import make_table, read_words
 from vit.extras.recipes.rates import after_warmup, map_schedule
-from vit.extras.recipes.reading import Handler, Reading, crop_pct_for
+from vit.extras.recipes.reading import Finding, Program, Reading, cannot, differs, inert, same
 from vit.extras.recipes.timm_common import (
+    crop_pct_for,
+    initial_weights,
     map_batch,
-    map_initial_weights,
-    map_precision,
     map_repeats,
     not_available,
+    one_draw_per_gpu,
+    precision,
 )
 from vit.system.spelling import did_you_mean
 
@@ -91,52 +94,53 @@ TABLE = make_table(
 )
 
 
-def finish(reading: Reading) -> None:
-    """Record what no argument of torchvision's training script controls."""
+def _map_rest(reading: Reading) -> Iterator[Finding]:
+    """Map what no argument of torchvision's training script controls."""
     args = reading.args
-    reading.same("", {"eval.every_epochs": 1})
+    yield same("", {"eval.every_epochs": 1})
     if args["mixup_alpha"] or args["cutmix_alpha"]:
-        reading.differs(
-            "",
-            f"torchvision draws one lambda and box for the {args['batch_size']} images of a GPU;"
-            " this project draws one for each augment.mix_group_size images, which makes batches"
-            " independent of the number of GPUs",
-        )
+        yield differs("", one_draw_per_gpu("torchvision", args["batch_size"]))
     if args["clip_grad_norm"] is not None:
-        reading.differs(
+        yield differs(
             "",
             "some revisions of train.py clip gradients after the update, which has no effect"
             " (pytorch/vision@017e9b99)",
         )
-    map_precision(reading, "fp16 with a scaled loss" if args["amp"] else "fp32")
-    map_initial_weights(reading, "Xavier's in MLPs and attention, a head of zeros, patches normal")
+    yield precision("fp16 with a scaled loss" if args["amp"] else "fp32")
+    yield initial_weights(
+        reading, "Xavier's in MLPs and attention, a head of zeros, patches normal"
+    )
 
 
-def _map_view(reading: Reading) -> None:
+def _map_view(reading: Reading) -> Iterator[Finding]:
     """Map the sizes of evaluation images."""
     size, crop, resized = (
         reading.args[name] for name in ("train_crop_size", "val_crop_size", "val_resize_size")
     )
     text = f"evaluation at {crop} px: replaced by the training size"
     text += " (set model.image_size in launch/eval.py)"
-    reading.cannot("val_crop_size", "" if crop == size else text)
+    yield cannot("val_crop_size", "" if crop == size else text)
     crop_pct = crop_pct_for(size, resized)
     if crop_pct is None:
-        reading.cannot("val_resize_size", "an evaluation image smaller than the crop")
+        yield cannot("val_resize_size", "an evaluation image smaller than the crop")
     else:
-        reading.same("val_resize_size", {"eval.crop_pct": crop_pct})
+        yield same("val_resize_size", {"eval.crop_pct": crop_pct})
 
 
-def _map_repeats(reading: Reading) -> None:
+def _map_repeats(reading: Reading) -> Iterator[Finding]:
     if reading.args["ra_sampler"]:
-        text = "a single process uses a random sampler"
-        map_repeats(reading, "ra_sampler ra_reps", reading.args["ra_reps"], text)
+        yield from map_repeats(
+            reading,
+            "ra_sampler ra_reps",
+            reading.args["ra_reps"],
+            "a single process uses a random sampler",
+        )
     else:
-        reading.same("ra_sampler")
-        reading.inert("ra_reps", "--ra-sampler is off")
+        yield same("ra_sampler")
+        yield inert("ra_reps", "--ra-sampler is off")
 
 
-def _map_policy(reading: Reading) -> None:
+def _map_policy(reading: Reading) -> Iterator[Finding]:
     policy = reading.args["auto_augment"]
     policies = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
     if policy not in (None, *policies):
@@ -150,51 +154,53 @@ def _map_policy(reading: Reading) -> None:
             "augment.randaugment_ops": "torchvision",
             "augment.randaugment_magnitude": float(reading.args["ra_magnitude"]),
         }
-        reading.same("auto_augment ra_magnitude", settings)
-        reading.inert("augmix_severity", "the policy is not AugMix")
+        yield same("auto_augment ra_magnitude", settings)
+        yield inert("augmix_severity", "the policy is not AugMix")
         return
     if policy == "augmix":
-        reading.cannot("auto_augment", "AugMix")
+        yield cannot("auto_augment", "AugMix")
     else:
-        reading.same("auto_augment", {"augment.auto_augment": policy} if policy else {})
-    reading.inert("ra_magnitude augmix_severity", "the policy does not use it")
+        yield same("auto_augment", {"augment.auto_augment": policy} if policy else {})
+    yield inert("ra_magnitude augmix_severity", "the policy does not use it")
 
 
-def _map_optimizer(reading: Reading) -> None:
+def _map_optimizer(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     name = args["opt"].lower()
     if name.startswith("sgd"):
-        reading.same("opt", {"optim.name": "sgd", "optim.nesterov": "nesterov" in name})
+        yield same("opt", {"optim.name": "sgd", "optim.nesterov": "nesterov" in name})
     elif name == "adamw":
-        reading.same("opt", {"optim.name": "adamw"})
-        reading.inert("momentum", "AdamW uses betas")
+        yield same("opt", {"optim.name": "adamw"})
+        yield inert("momentum", "AdamW uses betas")
     else:
         raise not_available(f"--opt {args['opt']}")
 
 
-def _map_decay(reading: Reading) -> None:
+def _map_decay(reading: Reading) -> Iterator[Finding]:
     """Map the weight decay of weights, norms, biases and embeddings. All default to --wd."""
     args = reading.args
     decay = args["weight_decay"]
     names = ("norm_weight_decay", "bias_weight_decay", "transformer_embedding_decay")
     theirs = tuple(decay if args[name] is None else args[name] for name in names)
+
     lists = {
         (decay, decay, decay): "nothing",
         (0.0, decay, decay): "norms",
         (decay, decay, 0.0): "embeddings",
         (0.0, 0.0, 0.0): "timm",
     }
+
     if not decay:
-        reading.same(" ".join(names))
+        yield same(" ".join(names))
     elif theirs in lists:
-        reading.same(" ".join(names), {"optim.no_weight_decay": lists[theirs]})
+        yield same(" ".join(names), {"optim.no_weight_decay": lists[theirs]})
     else:
         parts = zip(("norms", "biases", "class token and positions"), theirs, strict=True)
         text = ", ".join(f"{part} have a weight decay of {value:g}" for part, value in parts)
-        reading.cannot(" ".join(names), f"{text}, in this project none")
+        yield cannot(" ".join(names), f"{text}, in this project none")
 
 
-def _map_schedule(reading: Reading) -> None:
+def _map_schedule(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     settings = {
         "schedule.name": "cosine",
@@ -206,7 +212,7 @@ def _map_schedule(reading: Reading) -> None:
     kind = args["lr_scheduler"]
     is_linear = args["lr_warmup_method"] == "linear"
     reasons = "the warm-up is linear in this project and constant in torchvision"
-    map_schedule(
+    return map_schedule(
         reading,
         "lr_scheduler lr_warmup_epochs lr_warmup_method lr_warmup_decay lr_min",
         settings,
@@ -220,43 +226,50 @@ def _map_schedule(reading: Reading) -> None:
     )
 
 
-def _map_average(reading: Reading) -> None:
+def _map_average(reading: Reading) -> Iterator[Finding]:
     """Map the weight average, which equals the weights during the warm-up."""
     args = reading.args
     names = "model_ema_decay model_ema_steps"
     if not args["model_ema"]:
-        reading.inert(names, "the average is off")
+        yield inert(names, "the average is off")
         return
     steps = args["model_ema_steps"]
     batch = reading.settings["data.global_batch_size"]
     share = min(1.0, (1 - args["model_ema_decay"]) * batch * steps / args["epochs"])
     if share == 1:
-        reading.cannot(names, "a decay of 0, which makes the average equal to the weights")
+        yield cannot(names, "a decay of 0, which makes the average equal to the weights")
         return
     settings = {"ema.decay": 1 - share, "ema.every_steps": steps}
     if args["lr_warmup_epochs"]:
         settings["ema.after_epochs"] = args["lr_warmup_epochs"]
     formula = f"1 - {1 - args['model_ema_decay']:.5g} x {batch} x {steps} / {args['epochs']}"
-    reading.same(names, settings, formula)
+    yield same(names, settings, formula)
 
 
-def _map_weights(reading: Reading) -> None:
+def _map_weights(reading: Reading) -> Iterator[Finding]:
     args = reading.args
     if args["weights"] or args["pretrained"]:
-        text = f"torchvision's weights {args['weights'] or args['model']}: download the file"
-        reading.differs("weights pretrained", text, {"init.checkpoint": f"{args['model']}.pth"})
+        yield differs(
+            "weights pretrained",
+            f"torchvision's weights {args['weights'] or args['model']}: download the file",
+            {"init.checkpoint": f"{args['model']}.pth"},
+        )
     else:
-        reading.same("weights pretrained")
+        yield same("weights pretrained")
 
 
-HANDLERS: dict[str, Handler] = {
-    "batch_size": map_batch,
-    "val_crop_size": _map_view,
-    "auto_augment": _map_policy,
-    "ra_sampler": _map_repeats,
-    "opt": _map_optimizer,
-    "norm_weight_decay": _map_decay,
-    "lr_scheduler": _map_schedule,
-    "model_ema_decay": _map_average,
-    "pretrained": _map_weights,
-}
+PROGRAM = Program(
+    parse=lambda command: read_words(TABLE, command.words),
+    handlers={
+        "batch_size": map_batch,
+        "val_crop_size": _map_view,
+        "auto_augment": _map_policy,
+        "ra_sampler": _map_repeats,
+        "opt": _map_optimizer,
+        "norm_weight_decay": _map_decay,
+        "lr_scheduler": _map_schedule,
+        "model_ema_decay": _map_average,
+        "pretrained": _map_weights,
+    },
+    rest=_map_rest,
+)

@@ -1,0 +1,97 @@
+"""List the programs whose recipes are imported, and detect the program of a command."""
+
+from __future__ import annotations
+
+import re
+
+from vit.extras.recipes import big_vision, deit, deit3_jax, mae, timm_train, torchvision_references
+from vit.extras.recipes.command import Command
+
+PROGRAMS = {
+    "deit": deit.PROGRAM,
+    "timm": timm_train.PROGRAM,
+    "torchvision": torchvision_references.PROGRAM,
+    "mae": mae.PROGRAM,
+    "deit3_jax": deit3_jax.PROGRAM,
+    "big_vision": big_vision.PROGRAM,
+}
+_OWN_NAMES = {
+    "main_finetune.py": "mae",
+    "submitit_finetune.py": "mae",
+    "run_with_submitit.py": "deit",
+    "distributed_train.sh": "timm",
+}
+"""Maps script names that only one project uses to that project."""
+_NOT_READ = {
+    r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
+    r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
+    r"\S*\brun_class_finetuning\.py": ("BEiT's fine-tuning", "MAE's main_finetune.py"),
+    r"\S*\brun_image_classification\w*\.py": ("Hugging Face's example", "timm's train.py"),
+    r"\S*\b(open_clip_train[./]|src/training/|training\.)main\b": (
+        "OpenCLIP's training",
+        "timm's train.py",
+    ),
+    r"\S*\b(dist|slurm)_train\.sh|\S*\btrain\.py \S+\.py\b": (
+        "MMPretrain's training",
+        "timm's train.py",
+    ),
+    r"\S*\blightly-train": ("LightlyTrain's command", "timm's train.py"),
+    r"\S*\bvit_jax[./]main\b": ("Google's vision_transformer", "a config of big_vision"),
+    r"\S*\bclassy_train\.py": ("ClassyVision's training", "torchvision's train.py"),
+    r"\S*\bmain\.py (.* )?--cfg\b": ("Swin's training", "DeiT's main.py"),
+    r"\S*\bdinov2([./])(run|train|eval)\1": (
+        "DINOv2's own program",
+        "launch/eval.py --linear-probe",
+    ),
+}
+"""Maps patterns for unsupported commands to their name and the most similar supported script."""
+
+
+def find_program(command: Command, stated: str | None) -> str:
+    """Return the project whose script `command` runs. stated: the value of --program.
+
+    Raises ValueError if the script is not supported or contradicts `stated`.
+    """
+    line = " ".join([command.script, *command.words])
+    for pattern, (description, nearest) in _NOT_READ.items():
+        if re.match(pattern, line):
+            raise ValueError(
+                f"{command.script} is {description}, which cannot be imported: write the"
+                f" settings by hand, or start from a similar recipe of {nearest}"
+            )
+
+    name = command.script.rpartition("/")[2]
+    own = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
+    if stated and own and stated != own:
+        raise ValueError(f"--program {stated}: {command.script} belongs to {own}: omit --program")
+    known = stated or own
+    if known:
+        return known
+
+    if name == "main.py":
+        of_jax = {"--train-dataset-shards", "--droppath", "--layers", "--criterion"}
+        return "deit3_jax" if of_jax & set(command.words) else "deit"
+    if name.startswith("train"):
+        return _timm_or_torchvision(command)
+    raise ValueError(
+        f"{command.script}: the program cannot be detected: pass --program with one of"
+        f" {', '.join(PROGRAMS)}"
+    )
+
+
+def _timm_or_torchvision(command: Command) -> str:
+    """Return the project whose train.py accepts these flags.
+
+    If both projects accept the flags, the model name determines the project.
+    """
+    fits = []
+    for name in ("timm", "torchvision"):
+        try:
+            PROGRAMS[name].parse(command)
+        except ValueError:
+            continue
+        fits.append(name)
+    if len(fits) == 1:
+        return fits[0]
+    is_torchvision = re.search(r"--model[= ]vit_[blh]_\d\d\b", " ".join(command.words))
+    return "torchvision" if is_torchvision else "timm"
