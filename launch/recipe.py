@@ -50,8 +50,8 @@ def import_(args: Namespace) -> None:
     """Write another program's recipe as YAML, and print the mapping of each setting."""
     imported = import_recipe(args.recipe, args.program, args.gpus)
     imported.config()  # raises an error before writing a file if settings are invalid
-    text = yaml_text(imported, args.out)
     report = account(imported)
+    text = yaml_text(imported, args.out)
     if args.out is None:
         print(report, file=sys.stderr)
         print(text, end="")

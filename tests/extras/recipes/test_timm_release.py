@@ -19,7 +19,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler_factory import scheduler_kwargs
 
 from vit.config.io import from_dict
-from vit.extras.recipes.importing import import_recipe, nested
+from vit.extras.recipes.importing import import_recipe
 from vit.extras.recipes.timm_table import TABLE
 from vit.training.plan import make_plan, rates
 
@@ -138,7 +138,7 @@ def test_each_step_of_the_imported_schedule_has_timms_rate(flags):
     group = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-3)
     options = scheduler_kwargs(args)
     scheduler, epochs = create_scheduler_v2(group, updates_per_epoch=steps_per_epoch, **options)
-    config = from_dict(nested(imported.settings), "test")
+    config = from_dict(imported.sections, "test")
     plan, _ = make_plan(config, num_samples=128 * steps_per_epoch, world_size=1)
     assert plan.total_steps == epochs * steps_per_epoch
     learning_rate, _ = rates(config, plan)

@@ -10,7 +10,7 @@ and few-shot probes are skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from vit.extras.recipes.arguments import Argument, ParsedArguments, Table, make_
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.extras.recipes.rates import after_warmup, map_schedule
-from vit.extras.recipes.reading import Finding, Program, Reading, cannot, differs, same
+from vit.extras.recipes.reading import Findings, Program, Reading, Settings, cannot, differs, same
 from vit.extras.recipes.timm_common import crop_pct_for, initial_weights, not_available, precision
 from vit.layers.presets import PRESETS
 
@@ -117,7 +117,7 @@ def read_config(
     return ParsedArguments(table, Leaves(leaves), frozenset(leaves))
 
 
-def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
+def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> Settings:
     """Parse `variant=B/16,aug=light1` like big_vision, with the defaults and types in `spec`."""
     values = {k: v[0] if isinstance(v, tuple) else v for k, v in spec.items()}
     for part in filter(None, (arg or "").split(",")):
@@ -133,7 +133,7 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
     return values
 
 
-def _map_rest(reading: Reading) -> Iterator[Finding]:
+def _map_rest(reading: Reading) -> Findings:
     """Map what no key controls, and report the keys that have no finding yet."""
     yield precision("fp32 with matrix products in bf16, as on TPUs")
     yield initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
@@ -143,7 +143,7 @@ def _map_rest(reading: Reading) -> Iterator[Finding]:
             yield cannot(name, f"config.{name} = {reading.args[name]!r} is not supported")
 
 
-def _map_length(reading: Reading) -> Iterator[Finding]:
+def _map_length(reading: Reading) -> Findings:
     steps = reading.args.get("total_steps")
     if steps:
         yield same("total_steps", {"train.steps": steps})
@@ -156,16 +156,18 @@ def _map_length(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def _map_split(reading: Reading) -> Iterator[Finding]:
+def _map_split(reading: Reading) -> Findings:
+    """Map the split. `evals.*` are skipped, except `minival`, which is held out from training."""
     split = reading.args.get("input.data.split", "train")
     if split == "train":
         yield same(reading.present("input.data.split"))
     elif _PERCENT.fullmatch(split):
-        yield differs(
-            "input.data.split",
-            f"{split}: big_vision selects samples by storage order, this project by a hash",
-            _parts(reading, split),
-        )
+        settings: Settings = {"data.train_split": split}
+        held_out = reading.args.get("evals.minival.data.split")
+        if held_out is not None and _PERCENT.fullmatch(held_out):
+            settings["eval.sets"] = {"minival": {"split": held_out}}
+        text = f"{split}: big_vision selects samples by storage order, this project by a hash"
+        yield differs("input.data.split", text, settings)
     else:
         yield cannot(
             "input.data.split",
@@ -173,19 +175,7 @@ def _map_split(reading: Reading) -> Iterator[Finding]:
         )
 
 
-def _parts(reading: Reading, split: str) -> dict[str, Any]:
-    """Return the settings for the part of a split used for training and for the held-out part.
-
-    `evals.*` are skipped, except `minival`, which is held out from training.
-    """
-    settings: dict[str, Any] = {"data.train_split": split}
-    held_out = reading.args.get("evals.minival.data.split")
-    if held_out is not None and _PERCENT.fullmatch(held_out):
-        settings["eval.sets"] = {"minival": {"split": held_out}}
-    return settings
-
-
-def _map_model(reading: Reading) -> Iterator[Finding]:
+def _map_model(reading: Reading) -> Findings:
     variant = reading.args["model.variant"]
     size, _, patch = variant.partition("/")
     if size not in _NAMES or not patch:
@@ -196,7 +186,7 @@ def _map_model(reading: Reading) -> Iterator[Finding]:
     yield same(names, {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"})
 
 
-def _map_head(reading: Reading) -> Iterator[Finding]:
+def _map_head(reading: Reading) -> Findings:
     """Map `rep_size`, where True selects the width of the model."""
     width = reading.args.get("model.rep_size", False)
     if width is True:
@@ -206,7 +196,7 @@ def _map_head(reading: Reading) -> Iterator[Finding]:
     yield same(names, {"model.representation_size": width} if width else {})
 
 
-def _map_start(reading: Reading) -> Iterator[Finding]:
+def _map_start(reading: Reading) -> Findings:
     start = reading.args.get("model_init")
     if start is not None:
         yield differs(
@@ -230,19 +220,17 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     return operations
 
 
-def _map_images(reading: Reading) -> Iterator[Finding]:
+def _map_images(reading: Reading) -> Findings:
     """Convert the preprocessing for training."""
-    settings: dict[str, Any] = {"data.interpolation": "bilinear"}
+    settings: Settings = {"data.interpolation": "bilinear"}
     unknown = []
-    flips = False
-    for name, values in _operations(reading.args["input.pp"]):
+    operations = _operations(reading.args["input.pp"])
+    for name, values in operations:
         match name:
             case "inception_crop" | "decode_jpeg_and_inception_crop":
                 low, high = values[1:3] + [5, 100][len(values[1:3]) :]
                 settings["model.image_size"] = values[0]
                 settings["augment.crop_scale"] = [low / 100, high / 100]
-            case "flip_lr":
-                flips = True
             case "randaug":
                 settings |= {
                     "augment.randaugment_layers": values[0],
@@ -257,12 +245,12 @@ def _map_images(reading: Reading) -> Iterator[Finding]:
             case "random_crop":
                 settings["model.image_size"] = values[0]
                 unknown.append("a random crop of a resized image")
-            case "decode" | "onehot" | "keep" | "resize_small" | "resize":
+            case "decode" | "flip_lr" | "onehot" | "keep" | "resize_small" | "resize":
                 pass
             case _:
                 unknown.append(name)
 
-    if not flips:
+    if not any(name == "flip_lr" for name, _ in operations):
         settings["augment.hflip_prob"] = 0.0
     if unknown:
         yield cannot(
@@ -278,7 +266,7 @@ def _map_images(reading: Reading) -> Iterator[Finding]:
         )
 
 
-def _map_evaluation(reading: Reading) -> Iterator[Finding]:
+def _map_evaluation(reading: Reading) -> Findings:
     """Convert the preprocessing for the evaluation set `val`."""
     view = reading.args.get("evals.val.pp_fn", "")
     match = re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view)
@@ -295,7 +283,7 @@ def _map_evaluation(reading: Reading) -> Iterator[Finding]:
         )
 
 
-def _map_mixing(reading: Reading) -> Iterator[Finding]:
+def _map_mixing(reading: Reading) -> Findings:
     alpha = reading.args.get("mixup.p") or 0.0
     yield same(reading.present("mixup.p"), {"augment.mixup_alpha": alpha})
     if alpha:
@@ -306,7 +294,7 @@ def _map_mixing(reading: Reading) -> Iterator[Finding]:
         )
 
 
-def _map_optimizer(reading: Reading) -> Iterator[Finding]:
+def _map_optimizer(reading: Reading) -> Findings:
     yield same("lr", {"optim.lr": reading.args["lr"]})
     name = reading.args.get("optax_name", "scale_by_adam")
     names = reading.present("optax_name")
@@ -320,10 +308,11 @@ def _map_optimizer(reading: Reading) -> Iterator[Finding]:
                 "optax.mu_dtype", "big_vision stores the first moment in bf16, this project in fp32"
             )
     elif name == "big_vision.momentum_hp":
-        momentum = reading.args.get("optax.momentum", 0.9)
-        text = "big_vision stores the momentum in bf16, this project in fp32"
-        sgd = {"optim.name": "sgd", "optim.momentum": momentum}
-        yield differs(reading.present("optax_name optax.momentum"), text, sgd)
+        yield differs(
+            reading.present("optax_name optax.momentum"),
+            "big_vision stores the momentum in bf16, this project in fp32",
+            {"optim.name": "sgd", "optim.momentum": reading.args.get("optax.momentum", 0.9)},
+        )
     elif name == "big_vision.scale_by_adafactor":
         yield same(names, {"optim.name": "adafactorbv"})
         if reading.args.get("optax.decay_rate") == 0.8:  # this project has no other
@@ -335,16 +324,16 @@ def _map_optimizer(reading: Reading) -> Iterator[Finding]:
         raise not_available(f"config.optax_name {name}")
 
 
-def _map_decay(reading: Reading) -> Iterator[Finding]:
+def _map_decay(reading: Reading) -> Findings:
     lr = reading.args["lr"]
     decay = reading.args.get("wd") or 0.0
-    ours: dict[str, Any] = {"optim.weight_decay": decay / lr}
+    ours: Settings = {"optim.weight_decay": decay / lr}
     if decay:
         ours["optim.no_weight_decay"] = "not_kernels"
     yield same(reading.present("wd"), ours, f"{decay:g} / {lr:g}" if decay else "")
 
 
-def _map_schedule(reading: Reading) -> Iterator[Finding]:
+def _map_schedule(reading: Reading) -> Findings:
     kind = reading.args.get("schedule.decay_type", "stair")
     is_linear = kind == "linear"
     settings = {

@@ -2,7 +2,7 @@
 
 Lines that end with a backslash are joined, comments are removed, and integer arithmetic `$((...))`
 is evaluated. Other substitutions are replaced by SUBSTITUTED. The number of GPUs is read from the
-launcher: torchrun, srun, mpirun, deepspeed, accelerate, or a shell script of timm or OpenMMLab.
+launcher: torchrun, srun, mpirun, deepspeed, accelerate, or timm's shell script.
 """
 
 from __future__ import annotations
@@ -115,15 +115,14 @@ def split_command(text: str) -> Command:
 
 def _check_signs(tokens: list[str]) -> None:
     """Raise ValueError if `tokens` contain typographic dashes or quotes."""
-    signs_by_word = {word: signs for word in tokens if (signs := _TYPESET.findall(word))}
-    if not signs_by_word:
-        return
-    signs = list(dict.fromkeys(sign for signs in signs_by_word.values() for sign in signs))
+    typeset = dict.fromkeys(word for word in tokens if _TYPESET.search(word))
+    signs = dict.fromkeys(sign for word in typeset for sign in _TYPESET.findall(word))
     named = ", ".join(f"{sign} ({unicodedata.name(sign).lower()})" for sign in signs)
-    raise ValueError(
-        f"{' '.join(signs_by_word)}: {named} is a typographic character that programs do not"
-        " accept: use --, - and straight quotes"
-    )
+    if typeset:
+        raise ValueError(
+            f"{' '.join(typeset)}: {named} is a typographic character that programs do not"
+            " accept: use --, - and straight quotes"
+        )
 
 
 def _compute(text: str) -> int:

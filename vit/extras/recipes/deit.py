@@ -9,17 +9,16 @@ learning rate changes once per epoch, one epoch late.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from vit.extras.recipes.arguments import ParsedArguments, make_table, read_words
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.rates import map_schedule, timm_cosine
 from vit.extras.recipes.reading import (
-    Finding,
+    Findings,
     Program,
     Reading,
+    Settings,
     cannot,
     differs,
     inert,
@@ -43,7 +42,6 @@ from vit.extras.recipes.timm_common import (
 )
 from vit.layers.presets import SIZES
 
-SOURCE = "facebookresearch/deit@7e160fe4:main.py"
 _RECIPE = """
 --batch-size              int     64      per GPU; data.global_batch_size is the total
 --epochs                  int     300     train.epochs
@@ -150,7 +148,7 @@ _VIT5_PLACES = """
 --wandb_entity            str     -
 --wandb_resume            str     -
 """
-TABLE = make_table("DeiT's main.py", SOURCE, _RECIPE, _PLACES)
+TABLE = make_table("DeiT's main.py", "facebookresearch/deit@7e160fe4:main.py", _RECIPE, _PLACES)
 SUBMITIT = make_table(
     "DeiT's run_with_submitit.py",
     "facebookresearch/deit@7e160fe4:run_with_submitit.py",
@@ -170,7 +168,7 @@ ROPE = make_table("RoPE-ViT's main.py", "naver-ai/rope-vit@ce85c2e5:deit/main.py
 _DEIT3 = {"model.init_values": 1e-4, "model.no_embed_class": True}
 """The DeiT III model settings (facebookresearch/deit@7e160fe4:models_v2.py, vit_models)."""
 _ROPE = {"model.init_values": 1e-4, "model.rope_type": "axial", "model.rope_temperature": 100.0}
-_MODELS: dict[str, dict[str, Any]] = {
+_MODELS: dict[str, Settings] = {
     r"deit_(tiny|small|base)_patch16_(224|384)": {},
     r"deit_(tiny|small|base)_distilled_patch16_(224|384)": {"model.dist_token": True},
     r"deit_(tiny|small|base|large|huge)_patch(14|16)_LS": _DEIT3,
@@ -200,24 +198,22 @@ _MODELS: dict[str, dict[str, Any]] = {
 def _parse(command: Command) -> ParsedArguments:
     """Parse the arguments of the main.py that `command` runs. Three projects have a main.py."""
     line = " ".join(command.words)
-    table = TABLE
+    table = VIT5 if re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line) else TABLE
+    if re.search(r"--model[= ]rope_", line):
+        table = ROPE
     if "submitit" in command.script:
         table = SUBMITIT
-    elif re.search(r"--model[= ]rope_", line):
-        table = ROPE
-    elif re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line):
-        table = VIT5
     return read_words(table, command.words)
 
 
-def _map_rest(reading: Reading) -> Iterator[Finding]:
+def _map_rest(reading: Reading) -> Findings:
     """Map what no argument of main.py controls."""
     yield same("", {"eval.every_epochs": 1})
     yield precision("fp16 with a scaled loss")
     yield initial_weights(reading, "a class token of std 0.02", "timm")
 
 
-def _map_model(reading: Reading) -> Iterator[Finding]:
+def _map_model(reading: Reading) -> Findings:
     name = reading.args["model"]
     match = next(filter(None, (re.fullmatch(pattern, name) for pattern in _MODELS)), None)
     if match is None:
@@ -264,7 +260,7 @@ def _has_one_rate(reading: Reading) -> bool:
     return "_LS" in reading.args["model"] or reading.args["model"].startswith("vit5")
 
 
-def _map_image_size(reading: Reading) -> Iterator[Finding]:
+def _map_image_size(reading: Reading) -> Findings:
     size = reading.args["input_size"]
     patch = _patch_size(reading)
     used = size // patch * patch
@@ -272,27 +268,28 @@ def _map_image_size(reading: Reading) -> Iterator[Finding]:
     yield differs("input_size", "" if used == size else text, {"model.image_size": used})
 
 
-def _map_drop_path(reading: Reading) -> Iterator[Finding]:
+def _map_drop_path(reading: Reading) -> Findings:
     rate = reading.args["drop_path"]
-    settings: dict[str, Any] = {"model.drop_path_rate": rate}
+    settings: Settings = {"model.drop_path_rate": rate}
     if _has_one_rate(reading) and rate:
         settings["model.drop_path_schedule"] = "constant"
     yield same("drop_path", settings)
 
 
-def _map_dropout(reading: Reading) -> Iterator[Finding]:
+def _map_dropout(reading: Reading) -> Findings:
     rate = reading.args["drop"]
-    drops = {"model.pos_drop_rate": rate, "model.proj_drop_rate": rate}
-    if _has_one_rate(reading):
-        yield cannot("drop", "dropout of the head's input" if rate else "")
+    if rate and _has_one_rate(reading):
+        yield cannot("drop", "dropout of the head's input")
+    elif rate:
+        yield same("drop", {"model.pos_drop_rate": rate, "model.proj_drop_rate": rate})
     else:
-        yield same("drop", drops if rate else {})
+        yield same("drop")
 
 
-def _map_start(reading: Reading) -> Iterator[Finding]:
+def _map_start(reading: Reading) -> Findings:
     args = reading.args
     file, note = local_file(args["finetune"] or "")
-    start: dict[str, Any] = {"init.checkpoint": file} if file else {}
+    start: Settings = {"init.checkpoint": file} if file else {}
     if file and args["data_set"] != "IMNET":
         text = (
             "DeiT resets the head only if the number of classes differs, this project always does"
@@ -309,7 +306,7 @@ def _map_start(reading: Reading) -> Iterator[Finding]:
         yield same("load_ema")
 
 
-def _map_teacher(reading: Reading) -> Iterator[Finding]:
+def _map_teacher(reading: Reading) -> Findings:
     """Map the teacher. main.py requires a model with two heads (losses.py)."""
     args = reading.args
     kind = args["distillation_type"]
@@ -346,53 +343,52 @@ def _map_teacher(reading: Reading) -> Iterator[Finding]:
     if kind == "soft":
         classes = args["nb_classes"]
         weights["distill.distill_loss_weight"] = alpha / classes
-        note = f"DeiT takes the mean over {classes} classes, this project the sum"
-        comments["distill.distill_loss_weight"] = note
+        comments["distill.distill_loss_weight"] = (
+            f"DeiT takes the mean over {classes} classes, this project the sum"
+        )
     yield same("distillation_alpha", weights)._replace(comments=comments)
     tau = {"distill.temperature": args["distillation_tau"]}
     yield same_if_used(kind == "soft", "distillation_tau", tau, "only for soft distillation")
 
 
-def _map_three_augment(reading: Reading) -> Iterator[Finding]:
+def _map_three_augment(reading: Reading) -> Findings:
     """Map `--ThreeAugment` and `--src`, and note which arguments the former replaces."""
     args = reading.args
     if args["ThreeAugment"]:
         yield same("ThreeAugment", {"augment.auto_augment": "three_augment"})
         yield same("src", {"augment.crop": "simple"} if args["src"] else {})
-        yield inert(
-            "aa reprob remode recount resplit train_interpolation",
-            "ThreeAugment replaces these transforms",
-        )
-        return
-    yield same("ThreeAugment")
-    yield same_if_used(not args["src"], "src", {}, "only with --ThreeAugment")
+        names = "aa reprob remode recount resplit train_interpolation"
+        yield inert(names, "ThreeAugment replaces these transforms")
+    else:
+        yield same("ThreeAugment")
+        yield same_if_used(not args["src"], "src", {}, "only with --ThreeAugment")
 
 
-def _map_repeats(reading: Reading) -> Iterator[Finding]:
+def _map_repeats(reading: Reading) -> Findings:
     repeats = 3 if reading.args["repeated_aug"] else 1
     return map_repeats(
         reading, "repeated_aug", repeats, "a single process without torchrun uses a random sampler"
     )
 
 
-def _map_interpolation(reading: Reading) -> Iterator[Finding]:
+def _map_interpolation(reading: Reading) -> Findings:
     theirs = reading.args["train_interpolation"]
     yield train_interpolation(theirs, f"DeiT resizes by {theirs}, this project by bicubic")
 
 
-def _map_loss(reading: Reading) -> Iterator[Finding]:
+def _map_loss(reading: Reading) -> Findings:
     args = reading.args
     if args["bce_loss"] and args["smoothing"]:
         yield cannot(
             "bce_loss",
             "with --smoothing above 0 --bce-loss makes all targets 1: replaced by cross-entropy",
         )
-        return
-    bce = {"loss.name": "bce", "loss.bce_target_thresh": 0.0}
-    yield same("bce_loss", bce if args["bce_loss"] else {})
+    else:
+        bce = {"loss.name": "bce", "loss.bce_target_thresh": 0.0}
+        yield same("bce_loss", bce if args["bce_loss"] else {})
 
 
-def _map_optimizer(reading: Reading) -> Iterator[Finding]:
+def _map_optimizer(reading: Reading) -> Findings:
     args = reading.args
     lr = args["lr"]
     formula = ""
@@ -403,7 +399,7 @@ def _map_optimizer(reading: Reading) -> Iterator[Finding]:
     return map_optimizer(reading, lr, formula, "lr unscale_lr")
 
 
-def _map_schedule(reading: Reading) -> Iterator[Finding]:
+def _map_schedule(reading: Reading) -> Findings:
     args = reading.args
     settings = {
         "schedule.name": "cosine",
@@ -431,7 +427,6 @@ def _map_schedule(reading: Reading) -> Iterator[Finding]:
     )
 
 
-_AVERAGE = "DeiT never evaluates the average, this project evaluates both"
 PROGRAM = Program(
     parse=_parse,
     handlers={
@@ -453,7 +448,9 @@ PROGRAM = Program(
         "opt": _map_optimizer,
         "clip_grad": map_clipping,
         "sched": _map_schedule,
-        "model_ema_decay": partial(map_average, note=_AVERAGE),
+        "model_ema_decay": partial(
+            map_average, note="DeiT never evaluates the average, this project evaluates both"
+        ),
     },
     rest=_map_rest,
 )

@@ -8,12 +8,9 @@ are in the same batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from vit.extras.recipes.arguments import make_table, read_words
 from vit.extras.recipes.rates import map_schedule
-from vit.extras.recipes.reading import Finding, Program, Reading, differs, inert, same
+from vit.extras.recipes.reading import Findings, Program, Reading, Settings, differs, inert, same
 from vit.extras.recipes.timm_common import (
     initial_weights,
     map_optimizer_name,
@@ -42,7 +39,8 @@ _RECIPE = """
 --random-crop             str     rrc     {rrc: {}, src: {augment.crop: simple},\
  else: "center crops in training: replaced by random crops"}
 --auto-augment            str     rand-m9-mstd0.5-inc1   augment
---color-jitter            float   0.0     augment.color_jitter
+--color-jitter            float   0.0     {0: {},\
+ else: {augment.color_jitter: [VALUE, VALUE, VALUE, 0]}}
 --random-erasing          float   0.25    {0: {}, else: {augment.erasing_prob: VALUE,\
  augment.erasing_area: [0.02, 0.33], augment.erasing_aspect: [0.3, 3.3]}}
 --augment-repeats         int     3       order.aug_repeats
@@ -96,7 +94,7 @@ _SHAPES = {
 }
 
 
-def _map_rest(reading: Reading) -> Iterator[Finding]:
+def _map_rest(reading: Reading) -> Findings:
     """Map what no argument of deit3-jax controls."""
     if reading.args["mixup"] or reading.args["cutmix"]:
         yield differs(
@@ -112,10 +110,10 @@ def _map_rest(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def _map_model(reading: Reading) -> Iterator[Finding]:
+def _map_model(reading: Reading) -> Findings:
     args = reading.args
     shape = (args["layers"], args["dim"], args["heads"])
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "model.name": f"vit_{_SHAPES.get(shape, 'b')}{args['patch_size']}",
         "model.mlp_layer": "mlp_tanh",  # flax.linen.gelu
     }
@@ -125,39 +123,33 @@ def _map_model(reading: Reading) -> Iterator[Finding]:
     yield same("layers dim heads patch_size", settings)
 
 
-def _map_policy(reading: Reading) -> Iterator[Finding]:
+def _map_policy(reading: Reading) -> Findings:
     policy = reading.args["auto_augment"]
-    no_policy = policy == "none"
-    yield timm_policy("auto_augment", "" if no_policy else policy, "bilinear or bicubic")
+    yield timm_policy("auto_augment", None if policy == "none" else policy, "bilinear or bicubic")
 
 
-def _map_color_jitter(reading: Reading) -> Iterator[Finding]:
-    strength = reading.args["color_jitter"]
-    jitter = {"augment.color_jitter": [strength, strength, strength, 0]} if strength else {}
-    yield same("color_jitter", jitter)
-
-
-def _map_repeats(reading: Reading) -> Iterator[Finding]:
+def _map_repeats(reading: Reading) -> Findings:
     batch = reading.args["train_batch_size"]
     repeats = reading.args["augment_repeats"]
     if repeats <= 1:
         yield same("augment_repeats")
         return
+
     settings = {"order.aug_repeats": repeats}
     text = (
         "all copies of an image are in one batch, as in this project, but an epoch of deit3-jax"
         f" has {repeats} times as many steps"
     )
     if batch % repeats:
+        settings["order.aug_repeats_form"] = "sampler"
         text += (
             f"; a batch of {batch} is not a multiple of {repeats} copies, so samples are drawn"
             " like DeiT's sampler"
         )
-        settings["order.aug_repeats_form"] = "sampler"
     yield differs("augment_repeats", text, settings)
 
 
-def _map_loss(reading: Reading) -> Iterator[Finding]:
+def _map_loss(reading: Reading) -> Findings:
     if reading.args["criterion"] == "ce":
         yield same("criterion")
     else:
@@ -165,16 +157,12 @@ def _map_loss(reading: Reading) -> Iterator[Finding]:
         yield inert("label_smoothing", "only with --criterion ce")
 
 
-def _map_optimizer(reading: Reading) -> Iterator[Finding]:
-    return map_optimizer_name(reading, "optimizer", reading.args["optimizer"])
-
-
-def _map_betas(reading: Reading) -> Iterator[Finding]:
+def _map_betas(reading: Reading) -> Findings:
     betas = [reading.args["adam_b1"], reading.args["adam_b2"]]
     yield same("adam_b1 adam_b2", {"optim.betas": betas})
 
 
-def _map_schedule(reading: Reading) -> Iterator[Finding]:
+def _map_schedule(reading: Reading) -> Findings:
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_steps": reading.args["warmup_steps"],
@@ -189,10 +177,11 @@ PROGRAM = Program(
     handlers={
         "layers": _map_model,
         "auto_augment": _map_policy,
-        "color_jitter": _map_color_jitter,
         "augment_repeats": _map_repeats,
         "criterion": _map_loss,
-        "optimizer": _map_optimizer,
+        "optimizer": lambda reading: map_optimizer_name(
+            reading, "optimizer", reading.args["optimizer"]
+        ),
         "adam_b1": _map_betas,
         "warmup_steps": _map_schedule,
     },

@@ -5,10 +5,12 @@ The recipe is a command line, a YAML file of timm's train.py, or a Python config
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vit.config.hints import all_keys
 from vit.config.io import from_dict
@@ -17,7 +19,7 @@ from vit.extras.recipes import big_vision, timm_train
 from vit.extras.recipes.arguments import read_yaml
 from vit.extras.recipes.command import split_command
 from vit.extras.recipes.programs import PROGRAMS, find_program
-from vit.extras.recipes.reading import Reading, map_arguments, same
+from vit.extras.recipes.reading import Reading, Settings, map_arguments, same
 
 DATA_ROOT = "data/imagenet"
 """The `data.root` of an imported config. The original data path cannot be used, because it contains
@@ -28,12 +30,14 @@ class Imported(NamedTuple):
     """An imported recipe."""
 
     reading: Reading
-    settings: dict[str, Any]
+    settings: Settings
     """The imported settings by dotted key, in the order of the schema."""
+    sections: dict[str, Settings]
+    """The imported settings by section and name."""
 
     def config(self) -> Config:
         """Return the config. Raises ConfigError if settings contradict each other."""
-        return from_dict(nested(self.settings), "the imported recipe")
+        return from_dict(self.sections, "the imported recipe")
 
 
 def import_recipe(source: str, program: str | None = None, num_gpus: int | None = None) -> Imported:
@@ -46,7 +50,8 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
 
     Raises ValueError if the recipe cannot be read. The error lists all unknown flags.
     """
-    path = _file(source)
+    # A command can be too long for a file name, for which `Path.is_file` raises an error.
+    path = Path(source) if os.path.isfile(source) else None
     text = source
     if source == "-":
         text = sys.stdin.read()
@@ -60,15 +65,12 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     parsed = _parse(text, path, program, num_gpus)
     reading = map_arguments(parsed)
     settings = {"data.root": DATA_ROOT, **reading.settings}
-    return Imported(reading, {key: settings[key] for key in all_keys() if key in settings})
-
-
-def _file(source: str) -> Path | None:
-    """Return the path if `source` is a file, or None if `source` is a command."""
-    try:
-        return Path(source) if Path(source).is_file() else None
-    except OSError:  # a command can be too long for a file name
-        return None
+    settings = {key: settings[key] for key in all_keys() if key in settings}
+    sections = defaultdict[str, Settings](dict)
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    return Imported(reading, settings, dict(sections))
 
 
 def _parse(text: str, path: Path | None, program: str | None, num_gpus: int | None) -> Reading:
@@ -111,12 +113,3 @@ def _parse(text: str, path: Path | None, program: str | None, num_gpus: int | No
         is_distributed=bool(launcher) or "ngpus" in args or (num_gpus or 1) > 1,
         findings=tuple(same("", text=f"note: {text}") for text in parsed.shortened),
     )
-
-
-def nested(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Group dotted keys by section."""
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        groups.setdefault(section, {})[name] = value
-    return groups

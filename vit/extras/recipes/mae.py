@@ -8,13 +8,11 @@ crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from vit.extras.recipes.arguments import ParsedArguments, make_table, read_words
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.deit import SUBMITIT_PLACES, SUBMITIT_RECIPE
 from vit.extras.recipes.rates import map_schedule
-from vit.extras.recipes.reading import Finding, Program, Reading, inert, same
+from vit.extras.recipes.reading import Findings, Program, Reading, inert, same
 from vit.extras.recipes.timm_common import (
     initial_weights,
     local_file,
@@ -94,30 +92,26 @@ def _parse(command: Command) -> ParsedArguments:
     return read_words(SUBMITIT if "submitit" in command.script else TABLE, command.words)
 
 
-def _map_rest(reading: Reading) -> Iterator[Finding]:
+def _map_rest(reading: Reading) -> Findings:
     """Map what no argument of MAE's fine-tuning script controls."""
     yield same("", {"eval.every_epochs": 1})
     yield precision("fp16 with a scaled loss")
     yield initial_weights(reading, "torch's default for patches, and a head of std 2e-5")
 
 
-def _map_policy(reading: Reading) -> Iterator[Finding]:
-    yield timm_policy("aa", reading.args["aa"], "bicubic")
-
-
-def _map_image_size(reading: Reading) -> Iterator[Finding]:
+def _map_image_size(reading: Reading) -> Findings:
     size = reading.args["input_size"]
     view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
     yield same("input_size", view)
 
 
-def _map_start(reading: Reading) -> Iterator[Finding]:
+def _map_start(reading: Reading) -> Findings:
     file, note = local_file(reading.args["finetune"] or "")
     start = {"init.checkpoint": file, "init.reset_head": True}
     yield same("finetune", start if file else {}, note)
 
 
-def _map_rate(reading: Reading) -> Iterator[Finding]:
+def _map_rate(reading: Reading) -> Findings:
     args = reading.args
     yield same("", {"optim.name": "adamw"})
     if args["lr"] is None:
@@ -129,7 +123,7 @@ def _map_rate(reading: Reading) -> Iterator[Finding]:
         yield inert("blr", "--lr is stated")
 
 
-def _map_schedule(reading: Reading) -> Iterator[Finding]:
+def _map_schedule(reading: Reading) -> Findings:
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_epochs": reading.args["warmup_epochs"],
@@ -145,7 +139,7 @@ PROGRAM = Program(
         "batch_size": map_batch,
         "input_size": _map_image_size,
         "finetune": _map_start,
-        "aa": _map_policy,
+        "aa": lambda reading: [timm_policy("aa", reading.args["aa"], "bicubic")],
         "color_jitter": map_color_jitter,
         "remode": map_erasing,
         "mixup_prob": map_mixing,

@@ -6,7 +6,6 @@ images as ImageNet-1k, unless the number of images is given.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from vit.extras.recipes.difference import change_text, compare
 from vit.extras.recipes.effects import KINDS
 from vit.extras.recipes.rates import IMAGENET, distance, in_percent, our_rate
 from vit.extras.recipes.reference import read_reference
+from vit.extras.recipes.summary import wrapped
 from vit.model import create_model
 from vit.optim.groups import parameter_groups
 from vit.optim.schedule import weight_decay_at
@@ -129,10 +129,12 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
         if of_kind:
             lines += ["", f"{heading}: {len(of_kind)}"]
         for difference in of_kind:
-            lines += _wrapped(f"{difference.key}: {change_text(difference)}", "  ")
-            lines += _wrapped(difference.text, "      ")  # The list is empty if the text is empty.
-    if rates := _rates(first, second):
-        lines += ["", *_wrapped(rates, "")]
+            lines += wrapped(f"{difference.key}: {change_text(difference)}", "  ", "    ")
+            # Without a text, no line is added.
+            lines += wrapped(difference.text, "      ", "        ")
+    rates = _rates(first, second)
+    if rates:
+        lines += ["", *wrapped(rates, "", "  ")]
     return "\n".join(lines)
 
 
@@ -160,14 +162,3 @@ def _rates(first: Config, second: Config) -> str:
 def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the settings of a config, keyed by dotted path."""
     return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        100,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

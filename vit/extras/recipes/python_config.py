@@ -105,8 +105,8 @@ class PythonConfig:
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")
-        number = len(function.node.args.args)
-        return self._apply(function, list(arguments[:number]), {}, function.node)
+        taken = list(arguments[: len(function.node.args.args)])
+        return self._apply(function, taken, {}, function.node)
 
     # ---- statements ------------------------------------------------------------------------------
 
@@ -119,8 +119,8 @@ class PythonConfig:
                     for target in statement.targets:
                         self._assign(target, value, scopes)
                 case ast.AugAssign():
-                    target = ast.parse(ast.unparse(statement.target), mode="eval").body
-                    both = ast.BinOp(target, statement.op, statement.value)
+                    read = ast.parse(ast.unparse(statement.target), mode="eval").body
+                    both = ast.BinOp(read, statement.op, statement.value)
                     value = self._value(ast.copy_location(both, statement), scopes)
                     self._assign(statement.target, value, scopes)
                 case ast.Expr():

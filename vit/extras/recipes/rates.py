@@ -7,11 +7,11 @@ Tests compare the functions with the schedulers of timm and torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vit.config.schema import ScheduleConfig
-from vit.extras.recipes.reading import Finding, Reading, cannot, differs, inert
+from vit.extras.recipes.reading import Findings, Reading, cannot, differs, inert
 from vit.optim.schedule import lr_at
 
 Rate = Callable[[float], float]
@@ -105,9 +105,9 @@ def after_warmup(
     """Return a schedule with a warm-up, followed by a cosine or, with `linear`, a linear decay.
 
     MAE (facebookresearch/mae@efb2a806:util/lr_sched.py), optax and big_vision use this schedule
-    with a linear warm-up per step. OpenMMLab uses it with `per_epoch`, which changes the cosine
-    once per epoch. torchvision also changes the warm-up each epoch (torch's LinearLR) or never
-    (ConstantLR).
+    with a linear warm-up per step. torchvision uses it with
+    `per_epoch`, which changes the cosine once per epoch, and changes the warm-up each epoch
+    (torch's LinearLR) or never (ConstantLR).
     """
 
     def rate(time: float) -> float:
@@ -133,8 +133,7 @@ def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
         return round(epochs * steps_per_epoch) if stated is None else int(stated)
 
     per_epoch = settings.get("schedule.interval") == "epoch"
-    default = ScheduleConfig().decay_fraction
-    decay_fraction = settings.get("schedule.decay_fraction", default)
+    decay_fraction = settings.get("schedule.decay_fraction", ScheduleConfig().decay_fraction)
 
     def rate(time: float) -> float:
         return lr_at(
@@ -197,7 +196,7 @@ def map_schedule(
     note: str = "",
     reasons: str = "",
     epochs: float | None = None,
-) -> Iterator[Finding]:
+) -> Findings:
     """Map the arguments `names` to `settings`, and compare the learning rates.
 
     Args:

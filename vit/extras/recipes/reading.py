@@ -19,8 +19,12 @@ from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
 from vit.extras.recipes.command import Command
 
 Verdict = Literal["same", "differs", "cannot", "inert", "place"]
-Handler = Callable[["Reading"], Iterable["Finding"]]
+Settings = dict[str, Any]
+"""Settings of this project, keyed by dotted path."""
+Findings = Iterable["Finding"]
+Handler = Callable[["Reading"], Findings]
 """A function that maps one or more arguments of a reading."""
+_KNOWN = frozenset(all_keys())
 
 
 class Finding(NamedTuple):
@@ -30,8 +34,8 @@ class Finding(NamedTuple):
     theirs: tuple[str, ...]
     """The names of the arguments, or () for a property without an argument, such as the
     precision."""
-    settings: dict[str, Any]
-    """This project's closest settings, keyed by dotted path."""
+    settings: Settings
+    """This project's closest settings."""
     text: str
     """The difference, or the reason why no equivalent exists. "" if neither applies."""
     comments: dict[str, str]
@@ -129,7 +133,7 @@ class Reading(NamedTuple):
     findings: tuple[Finding, ...]
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """Return the settings of all findings, keyed by dotted path."""
         return {k: v for finding in self.findings for k, v in finding.settings.items()}
 
@@ -138,7 +142,7 @@ class Reading(NamedTuple):
         """Return the names of the arguments that have a finding."""
         return [name for finding in self.findings for name in finding.theirs]
 
-    def plus(self, findings: Iterable[Finding]) -> Reading:
+    def plus(self, findings: Findings) -> Reading:
         """Return this reading with more findings. Empty findings are dropped."""
         said = (f for f in findings if f.theirs or f.settings or f.text)
         return self._replace(findings=(*self.findings, *said))
@@ -170,23 +174,22 @@ def map_arguments(reading: Reading) -> Reading:
         reading = reading.plus(findings)
     reading = reading.plus(reading.program.rest(reading))
 
-    accounted = set(reading.accounted)
-    places = [argument.name for argument in reading.table.arguments if not argument.in_recipe]
-    stated = [n for n in dict.fromkeys(places) if n in reading.stated and n not in accounted]
     _check(reading, {argument.name for argument in recipe})
-    return reading.plus([_finding("place", " ".join(stated), None, "")])
+    others = reading.stated - set(reading.accounted)
+    places = [a.name for a in reading.table.arguments if not a.in_recipe and a.name in others]
+    return reading.plus([_finding("place", " ".join(dict.fromkeys(places)), None, "")])
 
 
 def _check(reading: Reading, recipe: set[str]) -> None:
     """Check that each argument of `recipe` has one finding, and that each setting exists."""
     names = reading.accounted
     keys = [key for finding in reading.findings for key in finding.settings]
-    program = reading.table.program
-    assert recipe <= set(names), f"{program}: no finding for {sorted(recipe - set(names))}"
-    assert set(names) <= reading.args.keys(), f"{program} has no {sorted(names)}"
-    assert len(names) == len(set(names)), f"{program}: several findings for one of {names}"
-    assert set(keys) <= set(all_keys()), f"unknown settings among {keys}"
-    assert len(keys) == len(set(keys)), f"{program}: one of {keys} is set twice"
+    where = reading.table.program
+    assert recipe <= set(names), f"{where}: no finding for {sorted(recipe - set(names))}"
+    assert set(names) <= reading.args.keys(), f"{where}: a finding for more than its arguments"
+    assert len(names) == len(set(names)), f"{where}: several findings for one of {names}"
+    assert set(keys) <= _KNOWN, f"{where}: unknown settings among {keys}"
+    assert len(keys) == len(set(keys)), f"{where}: one of {keys} is set twice"
 
 
 def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]) -> Finding:
@@ -197,7 +200,7 @@ def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]
     value = reading.args[name] if is_required else reading.args.get(name, argument.default)
     kind, _, text = argument.rule.partition(": ")
     settings = argument.rule.strip("[]?").split(", ")
-    if set(all_keys()).issuperset(settings):
+    if _KNOWN.issuperset(settings):
         is_off = value is None if argument.rule.startswith("?") else not value
         is_optional = argument.rule.startswith(("[", "?"))
         return same(names, {} if is_optional and is_off else dict.fromkeys(settings, value))
@@ -209,7 +212,7 @@ def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]
         choice = choices.get(value, choices.get("else", {}))
         if isinstance(choice, str):
             return cannot(names, choice.format(value))
-        return same(names, {key: value if v == "VALUE" else v for key, v in choice.items()})
+        return same(names, {key: _filled(setting, value) for key, setting in choice.items()})
 
     if kind == "differs":
         return differs(names, text.format(value) if value else "")
@@ -219,3 +222,10 @@ def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]
         return inert(" ".join(each.name for each in rules if each.rule == argument.rule), text)
     assert kind in ("", "-"), f"{reading.table.program}: no function maps {name}"
     return same(names)
+
+
+def _filled(setting: Any, value: Any) -> Any:
+    """Return `setting`, a setting of a rule, with `value` in place of VALUE."""
+    if isinstance(setting, list):
+        return [_filled(item, value) for item in setting]
+    return value if setting == "VALUE" else setting

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 
-from vit.config.io import dump_yaml, from_dict, to_dict
-from vit.extras.recipes.importing import Imported, nested
+from vit.config.io import dump_yaml, from_dict
+from vit.extras.recipes.importing import Imported
 from vit.extras.recipes.reading import Finding, Reading
 
 _ALWAYS = {
@@ -32,24 +32,25 @@ _COLUMNS = 100
 
 def yaml_text(imported: Imported, out: Path | None) -> str:
     """Return the recipe as YAML in the style of configs/. out: the path of the YAML file."""
-    reading = imported.reading
+    header = _header(imported, out)
     optimizer = imported.settings.get("optim.name", "adamw")
     required = {"data": {"root": ""}, "train": {"epochs": 1}}
-    defaults = to_dict(from_dict({**required, "optim": {"name": optimizer}}, "the defaults"))
+    defaults = from_dict({**required, "optim": {"name": optimizer}}, "the defaults").model_dump(
+        mode="json"
+    )
     written = {
         section: {
             name: value
-            for name, value in group.items()
+            for name, value in settings.items()
             if f"{section}.{name}" in _ALWAYS or value != defaults[section].get(name)
         }
-        for section, group in nested(imported.settings).items()
+        for section, settings in imported.sections.items()
     }
 
-    comments = {"data.root": "shards of the images (docs/data.md)"}
-    for finding in reading.findings:
-        comments |= finding.comments
-    groups = [dump_yaml({name: group}, comments) for name, group in written.items() if group]
-    return _header(imported, out) + "\n" + "\n".join(groups)
+    comments = {k: v for f in imported.reading.findings for k, v in f.comments.items()}
+    comments["data.root"] = "shards of the images (docs/data.md)"
+    sections = [dump_yaml({name: group}, comments) for name, group in written.items() if group]
+    return header + "\n" + "\n".join(sections)
 
 
 def account(imported: Imported) -> str:
@@ -61,6 +62,7 @@ def account(imported: Imported) -> str:
         f" argument{'s' * (stated != 1)} stated, the rest are defaults"
     ]
     counts = count(reading)
+
     # Readers look for what differs, and most settings are the same.
     for verdict, heading in (
         ("differs", "differs"),
@@ -72,11 +74,13 @@ def account(imported: Imported) -> str:
         lines += [line for f in findings for line in _finding_lines(reading, f)]
         silent = [n for f in findings if not (f.settings or f.text) for n in f.theirs]
         if silent:
-            lines += _wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
+            lines += wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
+
     inert = [f for f in reading.findings if f.verdict == "inert"]
     lines += ["", f"without effect in the source program: {counts['inert']}"]
     for f in inert:
-        lines += _wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
+        lines += wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
+
     places = [n for f in reading.findings if f.verdict == "place" for n in f.theirs]
     lines += [
         "",
@@ -100,9 +104,9 @@ def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
     ours = ", ".join(f"{key}: {_shown(value)}" for key, value in finding.settings.items())
     theirs = ", ".join(_flags(reading, finding.theirs))
     parts = [part for part in (ours, theirs and f"<- {theirs}") if part]
-    lines = _wrapped("   ".join(parts)) if parts else []
+    lines = wrapped("   ".join(parts)) if parts else []
     if finding.text:
-        lines += _wrapped(finding.text, "      " if parts else "  ")
+        lines += wrapped(finding.text, "      " if parts else "  ")
     return lines
 
 
@@ -134,7 +138,7 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _wrapped(text: str, indent: str = "  ", below: str = "") -> list[str]:
+def wrapped(text: str, indent: str = "  ", below: str = "") -> list[str]:
     """Wrap `text`. below: the indent of the second and further lines, by default 4 more."""
     return textwrap.wrap(
         text,
@@ -155,9 +159,8 @@ def _header(imported: Imported, out: Path | None) -> str:
     lines = [f"# {name} at {size} px, as {reading.table.program} trains it.", "#"]
     lines += _entry("source", f"{reading.table.source}: defaults, and the arguments below")
     lines += _entry("stated", reading.source)
-    file = out or "FILE.yaml"
-    command = f"torchrun --nproc_per_node=8 launch/train.py --config {file} data.root=SHARDS"
-    lines.append(f"# {'command':<10} {command}")
+    command = "torchrun --nproc_per_node=8 launch/train.py"
+    lines.append(f"# {'command':<10} {command} --config {out or 'FILE.yaml'} data.root=SHARDS")
     lines += _entry("published", "see the source")
     lines += _entry(
         "measured", "no; `python launch/recipe.py import` lists the settings that match"
@@ -171,4 +174,4 @@ def _header(imported: Imported, out: Path | None) -> str:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    return _wrapped(text, f"# {label:<10} ", f"# {'':<10} ")
+    return wrapped(text, f"# {label:<10} ", f"# {'':<10} ")

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
 from vit.config.hints import sections
 from vit.config.optim_section import OptimizerConfig
 from vit.data.augment.table import AUTO_AUGMENT_SETS
-from vit.extras.recipes.reading import Finding, Reading, cannot, differs, inert, same, same_if_used
+from vit.extras.recipes.reading import (
+    Finding,
+    Findings,
+    Reading,
+    Settings,
+    cannot,
+    differs,
+    inert,
+    same,
+    same_if_used,
+)
 
 _ADAMW = {"optim.name": "adamw"}
 _LAMB = {"optim.name": "lamb"}
 _NESTEROV = {"optim.name": "sgd", "optim.nesterov": True}
 _MUON = {"optim.name": "muon", "optim.matrices": "timm"}
 _ADAMUON = {"optim.name": "adamuon", "optim.matrices": "timm"}
-_OPTIMIZERS: dict[str, dict[str, Any]] = {
+_OPTIMIZERS: dict[str, Settings] = {
     "adam": _ADAMW,  # `map_optimizer` handles differences in weight decay
     "adamw": _ADAMW,
     "adamwlegacy": _ADAMW,
@@ -37,7 +46,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
 """Maps timm's optimizer names to settings of this project."""
-_FIXED: dict[str, dict[str, Any]] = {
+_FIXED: dict[str, Settings] = {
     "muon": {"ns_steps": 5, "ns_coefficients": "quintic"},
     "adamuon": {"ns_steps": 5, "ns_coefficients": "quintic"},
     "adafactorbv": {"decay_rate": 0.8, "momentum_dtype": "bfloat16", "clipping_threshold": None},
@@ -47,7 +56,7 @@ _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
 
 
-def map_batch(reading: Reading) -> Iterator[Finding]:
+def map_batch(reading: Reading) -> Findings:
     """Map the batch size per GPU and the number of batches per step."""
     args = reading.args
     size = args["batch_size"]
@@ -66,7 +75,7 @@ def map_batch(reading: Reading) -> Iterator[Finding]:
     yield same(names, {"data.global_batch_size": size * gpus * steps}, formula, "; ".join(texts))
 
 
-def map_policy(reading: Reading) -> Iterator[Finding]:
+def map_policy(reading: Reading) -> Findings:
     """Map `--aa` of a program that warps images as `--train-interpolation` states."""
     yield timm_policy("aa", reading.args["aa"], reading.args["train_interpolation"])
 
@@ -107,7 +116,7 @@ def timm_policy(name: str, policy: str | None, interpolation: str) -> Finding:
         )
 
     if is_auto:
-        settings: dict[str, Any] = {"augment.auto_augment": first}
+        settings: Settings = {"augment.auto_augment": first}
         if numbers:
             settings["augment.magnitude_std"] = float(numbers[0][1])
     else:
@@ -139,7 +148,7 @@ def _is_number(name: str, number: str) -> bool:
     return bool(re.fullmatch(r"\d+(\.\d*)?" if name in ("mstd", "p") else r"\d+", number))
 
 
-def _randaugment(numbers: dict[str, str]) -> dict[str, Any]:
+def _randaugment(numbers: dict[str, str]) -> Settings:
     """Return the settings for the policy `rand-...`. numbers: the number of each part by name."""
     std = float(numbers.get("mstd", 0))
     ops = {} if int(numbers.get("inc", 0)) else {"augment.randaugment_ops": "timm_inc0"}
@@ -161,7 +170,7 @@ def _problem(name: str, number: str) -> str:
     return ""
 
 
-def map_color_jitter(reading: Reading) -> Iterator[Finding]:
+def map_color_jitter(reading: Reading) -> Findings:
     """Map `--color-jitter`, which most policies of `--aa` disable (transforms_factory)."""
     args = reading.args
     strength = args["color_jitter"] or 0.0
@@ -176,7 +185,7 @@ def map_color_jitter(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def map_erasing(reading: Reading) -> Iterator[Finding]:
+def map_erasing(reading: Reading) -> Findings:
     """Map `--remode`, and note without `--reprob` that its related flags have no effect."""
     if reading.args["reprob"]:
         yield same("remode", {"augment.erasing_mode": reading.args["remode"]})
@@ -184,7 +193,7 @@ def map_erasing(reading: Reading) -> Iterator[Finding]:
         yield inert("remode recount resplit", "erasing is off")
 
 
-def map_repeats(reading: Reading, names: str, repeats: int, text: str) -> Iterator[Finding]:
+def map_repeats(reading: Reading, names: str, repeats: int, text: str) -> Findings:
     """Map repeated augmentation.
 
     Args:
@@ -208,7 +217,7 @@ def train_interpolation(theirs: str, text: str) -> Finding:
     return differs("train_interpolation", "" if theirs == ours else text, settings)
 
 
-def map_mixing(reading: Reading) -> Iterator[Finding]:
+def map_mixing(reading: Reading) -> Findings:
     """Map `--mixup-prob`, `--mixup-switch-prob` and `--mixup-mode`."""
     args = reading.args
     if not (args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"]):
@@ -234,7 +243,7 @@ def one_draw_per_gpu(source: str, batch_size: int) -> str:
     )
 
 
-def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> Iterator[Finding]:
+def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> Findings:
     """Map `--opt`, `--opt-eps`, `--opt-betas`, `--momentum`, `--opt-kwargs`, `--weight-decay`.
 
     As in timm, one-dimensional tensors, position embeddings and tokens have no weight decay.
@@ -281,7 +290,7 @@ def not_available(optimizer: str) -> ValueError:
     )
 
 
-def map_optimizer_name(reading: Reading, argument: str, name: str) -> Iterator[Finding]:
+def map_optimizer_name(reading: Reading, argument: str, name: str) -> Findings:
     """Map the optimizer `name`, and timm's `--opt-kwargs`.
 
     Raises ValueError for an unsupported optimizer.
@@ -324,7 +333,7 @@ def optimizer_fields(name: str) -> dict[str, FieldInfo]:
     return kind.model_fields
 
 
-def map_clipping(reading: Reading) -> Iterator[Finding]:
+def map_clipping(reading: Reading) -> Findings:
     """Map `--clip-grad` and timm's `--clip-mode`. LAMB also clips gradients to a norm of 1."""
     args = reading.args
     norm = args["clip_grad"]
@@ -344,7 +353,7 @@ def map_clipping(reading: Reading) -> Iterator[Finding]:
         yield same_if_used(norm is not None, "clip_mode", {}, "--clip-grad is off")
 
 
-def map_average(reading: Reading, note: str = "") -> Iterator[Finding]:
+def map_average(reading: Reading, note: str = "") -> Findings:
     """Map `--model-ema-decay`. note: how the use of the average differs."""
     if reading.args["model_ema"]:
         yield differs("model_ema_decay", note, {"ema.decay": reading.args["model_ema_decay"]})

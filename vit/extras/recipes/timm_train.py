@@ -10,7 +10,7 @@ adds epochs, and so does the warm-up with --warmup-prefix.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from statistics import fmean
 from typing import Any
@@ -20,8 +20,10 @@ from vit.extras.recipes.arguments import read_words
 from vit.extras.recipes.rates import map_schedule, timm_cosine, timm_step, timm_wsd
 from vit.extras.recipes.reading import (
     Finding,
+    Findings,
     Program,
     Reading,
+    Settings,
     cannot,
     differs,
     inert,
@@ -51,22 +53,20 @@ _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d
 """Matches names of timm models that are equal to a model of this project."""
 
 
-def _map_initial_weights(reading: Reading) -> Iterator[Finding]:
+def _map_initial_weights(reading: Reading) -> Findings:
     """Map the initial weights and `--head-init-scale`, a factor on the head's weights."""
     scale = reading.args["head_init_scale"]
     is_ours = _plain(reading) is not None
-    is_unscaled = scale in (None, 1)
-    if not is_unscaled and not (scale == 0 and is_ours):
+    if scale in (None, 1):
+        yield same("head_init_scale")
+        if is_ours:
+            yield initial_weights(reading, "", "timm")
+    elif scale == 0 and is_ours:
+        yield same("head_init_scale")  # Without `model.weight_init`, the head starts at 0.
+        theirs = "torch's convolution default for patches, and a head of zeros"
+        yield initial_weights(reading, theirs)
+    else:
         yield cannot("head_init_scale", f"initial weights of the head times {scale:g}")
-        return
-    yield same("head_init_scale")
-    if is_ours and is_unscaled:
-        yield initial_weights(reading, "", "timm")
-    elif is_ours:
-        # Without `model.weight_init`, the head starts at 0.
-        yield initial_weights(
-            reading, "torch's convolution default for patches, and a head of zeros"
-        )
 
 
 def _plain(reading: Reading) -> re.Match[str] | None:
@@ -78,13 +78,14 @@ def _model_name(reading: Reading) -> str:
     return re.sub(r"^(hf[-_]hub:)?(timm/)?", "", reading.args["model"])
 
 
-def _map_model(reading: Reading) -> Iterator[Finding]:
+def _map_model(reading: Reading) -> Findings:
     """Map the model and its image size, unless `--input-size` and others state it."""
     args = reading.args
     name = _model_name(reading)
     published = _published(name)
-    settings: dict[str, Any] = {"model.name": f"timm/{name}"}
-    if plain := _plain(reading):
+    settings: Settings = {"model.name": f"timm/{name}"}
+    plain = _plain(reading)
+    if plain:
         settings = {"model.name": f"vit_{SIZES[plain[1]]}{plain[3]}"}
         settings |= {"model.dist_token": True} if plain[2] else {}
         if name.startswith("deit3_"):
@@ -102,7 +103,7 @@ def _map_model(reading: Reading) -> Iterator[Finding]:
     yield same("input_size img_size in_chans", size)
 
 
-def _map_pooling(reading: Reading) -> Iterator[Finding]:
+def _map_pooling(reading: Reading) -> Findings:
     pool = reading.args["gp"]
     if pool is None:
         yield same("gp")
@@ -132,7 +133,7 @@ def _published(name: str) -> Any:
     return config
 
 
-def _map_fields(reading: Reading) -> Iterator[Finding]:
+def _map_fields(reading: Reading) -> Findings:
     """Map `--model-kwargs` and `--head-init-bias`."""
     mapped = ("img_size", "global_pool" if reading.args["gp"] else "")
     fields = {"global_pool": reading.args["gp"]} | reading.args["model_kwargs"]
@@ -150,7 +151,7 @@ def _map_fields(reading: Reading) -> Iterator[Finding]:
         yield cannot("head_init_bias", "the initial bias of the head" if bias else "")
 
 
-def _map_view(reading: Reading) -> Iterator[Finding]:
+def _map_view(reading: Reading) -> Findings:
     """Map `--crop-pct`, `--mean` and `--std`, which default to those of the model's weights."""
     args = reading.args
     published = _published(_model_name(reading))
@@ -164,7 +165,7 @@ def _map_view(reading: Reading) -> Iterator[Finding]:
         yield same(key, {f"data.{key}": statistics}, "" if args[key] else "the model's")
 
 
-def _map_batch_norm(reading: Reading) -> Iterator[Finding]:
+def _map_batch_norm(reading: Reading) -> Findings:
     if re.match(r"(vit|naflexvit|flexivit|deit|beit|eva)", _model_name(reading)):
         yield inert("dist_bn", "the model has no batch norm")
     elif reading.args["dist_bn"] == "reduce":
@@ -176,10 +177,10 @@ def _map_batch_norm(reading: Reading) -> Iterator[Finding]:
         yield same("dist_bn")
 
 
-def _map_weights(reading: Reading) -> Iterator[Finding]:
+def _map_weights(reading: Reading) -> Findings:
     args = reading.args
     weights = args["pretrained_path"] or args["initial_checkpoint"]
-    start: dict[str, Any] = {}
+    start: Settings = {}
     if args["pretrained"] and not weights:
         start["init.checkpoint"] = _published(_model_name(reading)).hf_hub_id
         if args["num_classes"]:
@@ -190,18 +191,18 @@ def _map_weights(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def _map_no_augmentation(reading: Reading) -> Iterator[Finding]:
+def _map_no_augmentation(reading: Reading) -> Findings:
     """Map `--no-aug`. A crop scale of 1 and an aspect ratio of 1 select the central square."""
-    if not reading.args["no_aug"]:
+    if reading.args["no_aug"]:
+        window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
+        yield same("no_aug", {**window, "augment.hflip_prob": 0.0})
+        names = "train_crop_mode scale ratio hflip aa color_jitter color_jitter_prob reprob remode"
+        yield inert(f"{names} recount resplit", "--no-aug")
+    else:
         yield same("no_aug")
-        return
-    window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
-    yield same("no_aug", {**window, "augment.hflip_prob": 0.0})
-    names = "train_crop_mode scale ratio hflip aa color_jitter color_jitter_prob reprob remode"
-    yield inert(f"{names} recount resplit", "--no-aug")
 
 
-def _map_color_jitter_prob(reading: Reading) -> Iterator[Finding]:
+def _map_color_jitter_prob(reading: Reading) -> Findings:
     args = reading.args
     jitters = args["aa"] in ("", None, "3a") and args["color_jitter"]
     if args["color_jitter_prob"] is None or not jitters:
@@ -210,19 +211,19 @@ def _map_color_jitter_prob(reading: Reading) -> Iterator[Finding]:
         yield cannot("color_jitter_prob", "color changes in a share of the images")
 
 
-def _map_repeats(reading: Reading) -> Iterator[Finding]:
+def _map_repeats(reading: Reading) -> Findings:
     repeats = int(reading.args["aug_repeats"])
     return map_repeats(
         reading, "aug_repeats", repeats, "a single process has no distributed sampler"
     )
 
 
-def _map_interpolation(reading: Reading) -> Iterator[Finding]:
+def _map_interpolation(reading: Reading) -> Findings:
     args = reading.args
     is_bilinear = args["no_aug"] and args["train_interpolation"] == "random"  # as in timm
-    text = "timm chooses bilinear or bicubic for each training image, this project uses bicubic"
     of_training = train_interpolation(
-        "bilinear" if is_bilinear else args["train_interpolation"], text
+        "bilinear" if is_bilinear else args["train_interpolation"],
+        "timm chooses bilinear or bicubic for each training image, this project uses bicubic",
     )
     yield of_training
 
@@ -232,7 +233,7 @@ def _map_interpolation(reading: Reading) -> Iterator[Finding]:
     yield differs("interpolation", "" if theirs == ours else text)
 
 
-def _map_mixup_off_epoch(reading: Reading) -> Iterator[Finding]:
+def _map_mixup_off_epoch(reading: Reading) -> Findings:
     args = reading.args
     last = args["mixup_off_epoch"]
     mixes = args["mixup"] > 0 or args["cutmix"] > 0
@@ -240,27 +241,28 @@ def _map_mixup_off_epoch(reading: Reading) -> Iterator[Finding]:
     yield same("mixup_off_epoch", off)
 
 
-def _map_loss(reading: Reading) -> Iterator[Finding]:
+def _map_loss(reading: Reading) -> Findings:
     args = reading.args
     loss = args["loss"] or ("bce" if args["bce_loss"] else "ce")
+    threshold = args["bce_target_thresh"]
+    names = "bce_loss loss bce_sum bce_target_thresh"
     if loss != "bce":
         text = f"the loss {loss}: replaced by cross-entropy"
         yield cannot("bce_loss loss", "" if loss == "ce" else text)
-        names = "bce_sum bce_target_thresh bce_pos_weight loss_pos_weight"
-        yield inert(names, "the loss is not binary cross-entropy")
-        return
-    threshold = args["bce_target_thresh"]
-    names = "bce_loss loss bce_sum bce_target_thresh"
-    if threshold is not None and threshold < args["smoothing"] / 1000:
+        yield inert(
+            "bce_sum bce_target_thresh bce_pos_weight loss_pos_weight",
+            "the loss is not binary cross-entropy",
+        )
+    elif threshold is not None and threshold < args["smoothing"] / 1000:
         yield cannot(
             names, "with this threshold, smoothing makes all targets 1: replaced by cross-entropy"
         )
-        return
-    bce = {"loss.name": "bce", "loss.bce_sum": args["bce_sum"], "loss.bce_target_thresh": threshold}
-    yield same(names, bce)
+    else:
+        bce = {"loss.name": "bce", "loss.bce_sum": args["bce_sum"]}
+        yield same(names, {**bce, "loss.bce_target_thresh": threshold})
 
 
-def _map_optimizer(reading: Reading) -> Iterator[Finding]:
+def _map_optimizer(reading: Reading) -> Findings:
     """Map the optimizer, and note that timm's default learning rate is meant for SGD."""
     lr, formula = _rate(reading.args, reading.settings["data.global_batch_size"])
     findings = list(map_optimizer(reading, lr, formula, "lr lr_base lr_base_size lr_base_scale"))
@@ -269,12 +271,12 @@ def _map_optimizer(reading: Reading) -> Iterator[Finding]:
     is_adaptive = findings[0].settings["optim.name"] in ("adamw", "nadamw", "lamb")
     is_default = not reading.stated & {"lr", "lr_base"}
     if is_adaptive and is_default and lr >= 0.01:
-        text = (
-            "note: the command has neither --lr nor --lr-base, so timm's default gives a"
+        yield same(
+            "",
+            text="note: the command has neither --lr nor --lr-base, so timm's default gives a"
             f" learning rate of {lr:g}, which suits SGD and is usually far too high for"
-            f" {reading.args['opt']}: pass --lr"
+            f" {reading.args['opt']}: pass --lr",
         )
-        yield same("", text=text)
 
 
 def _rate(args: Mapping[str, Any], batch: int) -> tuple[float, str]:
@@ -296,7 +298,7 @@ _OF_TEACHER = (
 )
 
 
-def _map_teacher(reading: Reading) -> Iterator[Finding]:
+def _map_teacher(reading: Reading) -> Findings:
     """Map distillation (timm/task/distillation.py, token_distillation.py)."""
     args = reading.args
     name = args["kd_model_name"]
@@ -311,6 +313,7 @@ def _map_teacher(reading: Reading) -> Iterator[Finding]:
             "features of a teacher as targets, through a trained projection",
         )
         return
+
     of_task, of_teacher = args["task_loss_weight"], args["distill_loss_weight"]
     if of_teacher is None:
         of_teacher = 1.0 if of_task is None else 1.0 - of_task
@@ -327,8 +330,9 @@ def _map_teacher(reading: Reading) -> Iterator[Finding]:
     yield same("task_loss_weight distill_loss_weight", weights)
     yield inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
 
+    is_token = distill_type == "token"
     has_two_heads = "model.dist_token" in reading.settings
-    if distill_type == "token" and not has_two_heads:
+    if is_token and not has_two_heads:
         raise ValueError(
             f"--kd-distill-type token: {args['model']} has no second head: use"
             " deit_{tiny,small,base}_distilled_patch16_{224,384}, or --kd-distill-type logit"
@@ -336,17 +340,16 @@ def _map_teacher(reading: Reading) -> Iterator[Finding]:
     text = "timm trains the mean of both heads on both targets, this project each head on one"
     trains_mean = distill_type == "logit" and has_two_heads
     yield differs("kd_distill_type", text if trains_mean else "")
-    kind = args["kd_token_distill_type"] if distill_type == "token" else "soft"
-    if distill_type == "token":
-        yield same("kd_token_distill_type", {"distill.distill_type": kind})
-    else:
-        yield same("", {"distill.distill_type": "soft"})
+
+    kind = args["kd_token_distill_type"] if is_token else "soft"
+    yield same("kd_token_distill_type" if is_token else "", {"distill.distill_type": kind})
+    if not is_token:
         yield inert("kd_token_distill_type", "only for --kd-distill-type token")
     temperature = {"distill.temperature": args["kd_temperature"]}
     yield same_if_used(kind != "hard", "kd_temperature", temperature, "only for soft distillation")
 
 
-def _map_length(reading: Reading) -> Iterator[Finding]:
+def _map_length(reading: Reading) -> Findings:
     """Map `--epochs`, to which a warm-up and a cool-down can be added."""
     args = reading.args
     epochs = args["epochs"]
@@ -361,7 +364,7 @@ def _map_length(reading: Reading) -> Iterator[Finding]:
     yield same("epochs warmup_prefix", length, " + ".join(parts) if len(parts) > 1 else "")
 
 
-def _map_schedule(reading: Reading) -> Iterator[Finding]:
+def _map_schedule(reading: Reading) -> Findings:
     args = reading.args
     kind = args["sched"]
     settings = {
@@ -389,7 +392,7 @@ def _map_schedule(reading: Reading) -> Iterator[Finding]:
     unused = f"decay_epochs lr_decay_fn {of_step}"
     note = ""
     if kind == "cosine":
-        kind = ""
+        kind = ""  # the same as ours
         cooldown = _cooldown(reading)
         yield cooldown
         reading = reading.plus([cooldown])
@@ -417,9 +420,7 @@ def _map_schedule(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def _map_wsd(
-    reading: Reading, names: str, settings: Mapping[str, Any], unused: str
-) -> Iterator[Finding]:
+def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: str) -> Findings:
     """Map `--sched wsd` (timm/scheduler/scheduler_factory.py).
 
     In timm, the decay is a fraction of the epochs after the warm-up, rounded to whole epochs unless
@@ -475,13 +476,13 @@ def _cooldown(reading: Reading) -> Finding:
     return same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown} if cooldown else {})
 
 
-def _map_ema_warmup(reading: Reading) -> Iterator[Finding]:
+def _map_ema_warmup(reading: Reading) -> Findings:
     warmup = {"ema.warmup": 2 / 3} if reading.args["model_ema_warmup"] else {}
     is_used = reading.args["model_ema"] or not warmup
     yield same_if_used(is_used, "model_ema_warmup", warmup, "the average is off")
 
 
-def _map_precision(reading: Reading) -> Iterator[Finding]:
+def _map_precision(reading: Reading) -> Findings:
     args = reading.args
     theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
     yield same("amp amp_dtype apex_amp native_amp")
@@ -489,7 +490,7 @@ def _map_precision(reading: Reading) -> Iterator[Finding]:
     yield precision(theirs if is_mixed else "fp32")
 
 
-def _note_old_defaults(reading: Reading) -> Iterator[Finding]:
+def _note_old_defaults(reading: Reading) -> Findings:
     """Note omitted arguments whose defaults differed in earlier versions of timm."""
     without_effect = {n for f in reading.findings if f.verdict == "inert" for n in f.theirs}
     parts = []

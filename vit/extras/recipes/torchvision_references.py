@@ -8,12 +8,11 @@ the batch size and the number of epochs. Images are resized bilinearly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from vit.extras.recipes.arguments import make_table, read_words
 from vit.extras.recipes.rates import after_warmup, map_schedule
-from vit.extras.recipes.reading import Finding, Program, Reading, cannot, differs, inert, same
+from vit.extras.recipes.reading import Findings, Program, Reading, cannot, differs, inert, same
 from vit.extras.recipes.timm_common import (
     crop_pct_for,
     initial_weights,
@@ -94,7 +93,7 @@ TABLE = make_table(
 )
 
 
-def _map_rest(reading: Reading) -> Iterator[Finding]:
+def _map_rest(reading: Reading) -> Findings:
     """Map what no argument of torchvision's training script controls."""
     args = reading.args
     yield same("", {"eval.every_epochs": 1})
@@ -112,13 +111,15 @@ def _map_rest(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def _map_view(reading: Reading) -> Iterator[Finding]:
+def _map_view(reading: Reading) -> Findings:
     """Map the sizes of evaluation images."""
     size, crop, resized = (
         reading.args[name] for name in ("train_crop_size", "val_crop_size", "val_resize_size")
     )
-    text = f"evaluation at {crop} px: replaced by the training size"
-    text += " (set model.image_size in launch/eval.py)"
+    text = (
+        f"evaluation at {crop} px: replaced by the training size (set model.image_size in"
+        " launch/eval.py)"
+    )
     yield cannot("val_crop_size", "" if crop == size else text)
     crop_pct = crop_pct_for(size, resized)
     if crop_pct is None:
@@ -127,7 +128,7 @@ def _map_view(reading: Reading) -> Iterator[Finding]:
         yield same("val_resize_size", {"eval.crop_pct": crop_pct})
 
 
-def _map_repeats(reading: Reading) -> Iterator[Finding]:
+def _map_repeats(reading: Reading) -> Findings:
     if reading.args["ra_sampler"]:
         yield from map_repeats(
             reading,
@@ -140,7 +141,7 @@ def _map_repeats(reading: Reading) -> Iterator[Finding]:
         yield inert("ra_reps", "--ra-sampler is off")
 
 
-def _map_policy(reading: Reading) -> Iterator[Finding]:
+def _map_policy(reading: Reading) -> Findings:
     policy = reading.args["auto_augment"]
     policies = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
     if policy not in (None, *policies):
@@ -157,6 +158,7 @@ def _map_policy(reading: Reading) -> Iterator[Finding]:
         yield same("auto_augment ra_magnitude", settings)
         yield inert("augmix_severity", "the policy is not AugMix")
         return
+
     if policy == "augmix":
         yield cannot("auto_augment", "AugMix")
     else:
@@ -164,7 +166,7 @@ def _map_policy(reading: Reading) -> Iterator[Finding]:
     yield inert("ra_magnitude augmix_severity", "the policy does not use it")
 
 
-def _map_optimizer(reading: Reading) -> Iterator[Finding]:
+def _map_optimizer(reading: Reading) -> Findings:
     args = reading.args
     name = args["opt"].lower()
     if name.startswith("sgd"):
@@ -176,13 +178,12 @@ def _map_optimizer(reading: Reading) -> Iterator[Finding]:
         raise not_available(f"--opt {args['opt']}")
 
 
-def _map_decay(reading: Reading) -> Iterator[Finding]:
+def _map_decay(reading: Reading) -> Findings:
     """Map the weight decay of weights, norms, biases and embeddings. All default to --wd."""
     args = reading.args
     decay = args["weight_decay"]
     names = ("norm_weight_decay", "bias_weight_decay", "transformer_embedding_decay")
     theirs = tuple(decay if args[name] is None else args[name] for name in names)
-
     lists = {
         (decay, decay, decay): "nothing",
         (0.0, decay, decay): "norms",
@@ -200,7 +201,7 @@ def _map_decay(reading: Reading) -> Iterator[Finding]:
         yield cannot(" ".join(names), f"{text}, in this project none")
 
 
-def _map_schedule(reading: Reading) -> Iterator[Finding]:
+def _map_schedule(reading: Reading) -> Findings:
     args = reading.args
     settings = {
         "schedule.name": "cosine",
@@ -226,17 +227,18 @@ def _map_schedule(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def _map_average(reading: Reading) -> Iterator[Finding]:
+def _map_average(reading: Reading) -> Findings:
     """Map the weight average, which equals the weights during the warm-up."""
     args = reading.args
     names = "model_ema_decay model_ema_steps"
+    steps = args["model_ema_steps"]
+    batch = reading.settings["data.global_batch_size"]
     if not args["model_ema"]:
         yield inert(names, "the average is off")
         return
-    steps = args["model_ema_steps"]
-    batch = reading.settings["data.global_batch_size"]
-    share = min(1.0, (1 - args["model_ema_decay"]) * batch * steps / args["epochs"])
-    if share == 1:
+
+    share = (1 - args["model_ema_decay"]) * batch * steps / args["epochs"]
+    if share >= 1:
         yield cannot(names, "a decay of 0, which makes the average equal to the weights")
         return
     settings = {"ema.decay": 1 - share, "ema.every_steps": steps}
@@ -246,7 +248,7 @@ def _map_average(reading: Reading) -> Iterator[Finding]:
     yield same(names, settings, formula)
 
 
-def _map_weights(reading: Reading) -> Iterator[Finding]:
+def _map_weights(reading: Reading) -> Findings:
     args = reading.args
     if args["weights"] or args["pretrained"]:
         yield differs(
