@@ -190,6 +190,7 @@ STATED: dict[str, dict] = {
     "jax_deit3_b16_400ep": {
         "optim.weight_decay": 0.02,
         "model.drop_path_rate": 0.1,
+        "augment.color_jitter": [0.3, 0.3, 0.3, 0],
         "train.steps": 1281167 * 400 // 2048,
         "schedule.warmup_steps": 1281167 * 5 // 2048,
     },

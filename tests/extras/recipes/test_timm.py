@@ -239,6 +239,7 @@ def test_without_augmentation_the_crop_is_the_central_square():
     assert not any(augment.color_jitter)
     assert imported.settings["data.interpolation"] == "bilinear"
     assert imported.settings["order.aug_repeats"] == 3
+    assert "--train-interpolation random (default)" in account(imported), "the command's value"
 
 
 def test_a_head_scaled_by_zero_starts_at_zero_and_other_factors_are_unavailable():

@@ -162,10 +162,12 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         if kind != "word":
             options["dest"] = argument.name
         parser.add_argument(*argument.flags, **options)
+
     try:
         parsed, unknown = parser.parse_known_args(list(tokens))
     except ValueError as error:  # a flag without its value, or an ambiguous abbreviation
         raise ValueError("; ".join([str(error), *problems])) from None
+
     shortened = _shortened(table, tokens)
     if unknown:
         problems.insert(0, _unknown(table, unknown))
@@ -173,6 +175,7 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
         problems[0] = f"{table.program}: {problems[0]}"
     if problems:
         raise ValueError("; ".join([*problems, *shortened]))
+
     stated = vars(parsed)
     for name in [a.name for a in table.arguments if a.type == "pairs"]:
         if name in stated:
@@ -240,6 +243,7 @@ def _near(word: str, candidates: Iterable[str]) -> str:
     plain = {name.lstrip("-").replace("-", "_").lower(): name for name in candidates}
     normalized = word.lstrip("-").replace("-", "_").lower()
     setting = _setting(normalized)
+
     same = [name for text, name in plain.items() if setting and _setting(text) == setting]
     close = [plain[text] for text in difflib.get_close_matches(normalized, plain, n=1, cutoff=0.75)]
     nearest = close if normalized in plain else same or close

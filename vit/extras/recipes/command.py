@@ -96,6 +96,7 @@ def split_command(text: str) -> Command:
         raise ValueError(
             f"{len(lines)} commands were given: pass one, and end each of its lines with \\"
         )
+
     line = lines[0].replace("\N{NO-BREAK SPACE}", " ")
     line = re.sub(r"\$\(\((.*?)\)\)", lambda match: str(_compute(match[1])), line)
     line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
@@ -103,6 +104,7 @@ def split_command(text: str) -> Command:
         tokens = shlex.split(re.sub(r"(?<=\S)#", _HASH, line), comments=True)
     except ValueError as error:
         raise ValueError(f"the command cannot be split into words ({error}): {line}") from None
+
     tokens = [word.replace(_HASH, "#") for word in tokens]
     _check_signs(tokens)
     while tokens and re.match(r"[A-Za-z_]\w*=", tokens[0]):
@@ -176,6 +178,7 @@ def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[
         name, equals, value = token.partition("=")
         if token.startswith("-"):  # A repeated option can be an argument of a later program.
             options.setdefault(_plain(name), value if equals else next_token)
+
     if options.keys() & {"hostfile", "H"}:  # deepspeed reads the number of hosts from the hostfile.
         combinations = tuple(names for names in combinations if names != "--num_gpus")
     for names in combinations:

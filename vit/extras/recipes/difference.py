@@ -80,6 +80,7 @@ def compare(first: Config, second: Config) -> list[Difference]:
             continue
         effect = effect_of(key, (old, new))
         differences.append(Difference(key, old, new, effect.kind, effect.text))
+
     order = [kind for kind, _ in KINDS]
     return sorted(differences, key=lambda difference: order.index(difference.kind))
 
@@ -92,6 +93,7 @@ def _implied_values(config: Config) -> dict[str, Any]:
         implied[MAGNITUDE_STD] = 0.5
     elif augment.auto_augment in ("original", "originalr", "v0", "v0r"):
         implied[MAGNITUDE_STD] = 0.0
+
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
     if size is None:
         return implied

@@ -74,7 +74,14 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
 
 
 def _parse(text: str, path: Path | None, program: str | None, num_gpus: int | None) -> Reading:
-    """Parse a config or a command. path: the file that contains it, if there is one."""
+    """Parse a config or a command.
+
+    Args:
+        text: the config or the command.
+        path: the file that contains it, if there is one.
+        program: the program of the command, if the user stated it.
+        num_gpus: the total number of GPUs, if the user stated it.
+    """
     name = path.name if path else "-"
     launcher: list[str] = []
     if big_vision.is_config(text):

@@ -37,6 +37,7 @@ def groups_table(config: Config) -> Table:
     table = Table("group", "tensors", "parameters", "learning rate", "weight decay", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
+
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     total = 0
     for group in parameter_groups(model, config.optim):
@@ -56,6 +57,7 @@ def groups_table(config: Config) -> Table:
             f"{config.optim.lr * scale:.3g}" + (f" ({scale:.3g} x)" if scale != 1 else ""),
             f"{group['weight_decay']:g}",
         )
+
     table.add_section()
     trained = sum(p.requires_grad for p in model.parameters())
     table.add_row("all trained", f"{trained}", f"{total:,}", "", "")
@@ -79,6 +81,7 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
     last = first if final is None else final
     name = config.eval.reference
     reference = None if name is None else read_reference(name)
+
     with drawing(picture, 4.4, layout="constrained") as figure:
         add_title(figure, title)
         left, right, *reference_axes = figure.subplots(1, 2 if reference is None else 3)
@@ -124,6 +127,7 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
     lines = [f"A  {names[0]}", f"B  {names[1]}"]
     if not differences:
         return "\n".join([*lines, "", "no setting differs"])
+
     for kind, heading in KINDS:
         of_kind = [d for d in differences if d.kind == kind]
         if of_kind:
@@ -132,6 +136,7 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
             lines += wrapped(f"{difference.key}: {change_text(difference)}", "  ", "    ")
             # Without a text, no line is added.
             lines += wrapped(difference.text, "      ", "        ")
+
     rates = _rates(first, second)
     if rates:
         lines += ["", *wrapped(rates, "", "  ")]
@@ -146,6 +151,7 @@ def _rates(first: Config, second: Config) -> str:
         per_epoch = max(IMAGENET // config.data.global_batch_size, 1)
         epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
         rates.append((our_rate(settings, per_epoch), epochs))
+
     (rate, epochs), (other_rate, other_epochs) = rates
     peak = max(first.optim.lr, second.optim.lr)
     apart = distance(rate, lambda time: other_rate(time * other_epochs / epochs), peak, epochs)

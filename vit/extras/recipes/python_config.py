@@ -105,8 +105,8 @@ class PythonConfig:
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")
-        taken = list(arguments[: len(function.node.args.args)])
-        return self._apply(function, taken, {}, function.node)
+        node = function.node
+        return self._apply(function, list(arguments[: len(node.args.args)]), {}, node)
 
     # ---- statements ------------------------------------------------------------------------------
 

@@ -107,6 +107,7 @@ class Program(NamedTuple):
     """A program whose recipes are imported."""
 
     parse: Callable[[Command], ParsedArguments]
+    """A function that parses the arguments of a command."""
     handlers: Mapping[str, Handler]
     """The functions for arguments whose rule in the table is not enough."""
     rest: Handler

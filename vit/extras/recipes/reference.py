@@ -142,6 +142,7 @@ def read_reference(name: str) -> Reference:
             f"{setting}: {path} cannot be read ({reason}); the nearest of the {len(names)} curves"
             f" in configs/reference are {', '.join(nearest)}; use null for none"
         ) from None
+
     head = [line for line in lines if line.startswith("#")]
     header = _read_header(head, label)
     unit: Literal["epoch", "step"] = "epoch" if header.steps is None else "step"
@@ -181,11 +182,13 @@ def _read_runs(
             f"{label}: no data rows follow the header: add the column names '{unit},top1', then one"
             " row for each point"
         )
+
     names = [key for key in rows[0] if key not in (unit, "run")]
     if unit not in rows[0] or "top1" not in names or {*names} - {*METRICS}:
         raise ValueError(
             f"{label}: expected the columns {unit} and top1, and optionally run, top5 and loss"
         )
+
     points: dict[str, list[list[float]]] = {}
     for number, row in enumerate(rows, num_before + 2):
         try:
@@ -195,6 +198,7 @@ def _read_runs(
         if not np.isfinite(values).all():
             raise ValueError(f"{label}: line {number}: expected a number in every column")
         points.setdefault(row.get("run", ""), []).append(values)
+
     runs = []
     for run, rows_of_run in points.items():
         columns = np.array(rows_of_run).T
@@ -263,6 +267,7 @@ class Comparison:
             if share > self.reference.first:
                 edge = f"ends at {self.reference.moment(self.reference.last)}"
             return f"{text} (the reference {edge})"
+
         moment = f" at its {self.reference.moment(share)}:" if self.length_note else ""
         spread = ""
         if (num_runs := len(self.reference.runs)) > 1:
@@ -300,6 +305,7 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
     per_epoch = plan.steps_per_epoch
     recipe_steps = recipe.steps or (recipe.epochs or 0) * per_epoch
     curve_steps = reference.length * (per_epoch if reference.unit == "epoch" else 1)
+
     refusal = ""
     ours = (val_split.num_samples, val_split.num_classes)
     is_of_other_data = ours != (header.images, header.classes)
@@ -359,6 +365,7 @@ class ReferenceCurve(Hook):
         if self._is_recorded or not run.world.is_main or run.state.is_finished(run.plan):
             return
         self._is_recorded = True
+
         comparison = self._comparison
         header = comparison.reference.header
         unlike = [] if comparison.refusal else self._unlike(run)
@@ -379,6 +386,7 @@ class ReferenceCurve(Hook):
         if comparison.refusal:
             # Short runs often cannot be compared, so the reason is shown in the report.
             return
+
         weights = "the averaged weights" if header.weights == "ema" else "the weights"
         run.record.log(f"reference: {header.title}: top-1 of {weights} ({header.source})")
         if comparison.length_note:

@@ -34,10 +34,10 @@ def yaml_text(imported: Imported, out: Path | None) -> str:
     """Return the recipe as YAML in the style of configs/. out: the path of the YAML file."""
     header = _header(imported, out)
     optimizer = imported.settings.get("optim.name", "adamw")
-    required = {"data": {"root": ""}, "train": {"epochs": 1}}
-    defaults = from_dict({**required, "optim": {"name": optimizer}}, "the defaults").model_dump(
-        mode="json"
-    )
+    # `data` and `train` have settings without a default.
+    defaults = from_dict(
+        {"data": {"root": ""}, "train": {"epochs": 1}, "optim": {"name": optimizer}}, "the defaults"
+    ).model_dump(mode="json")
     written = {
         section: {
             name: value

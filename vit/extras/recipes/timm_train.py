@@ -157,6 +157,7 @@ def _map_view(reading: Reading) -> Findings:
     published = _published(_model_name(reading))
     crop = {"eval.crop_pct": args["crop_pct"] or published.crop_pct or 0.875}
     yield same("crop_pct", crop, "" if args["crop_pct"] else "the model's")
+
     channels = reading.settings.get("model.in_chans", 3)
     for key in ("mean", "std"):
         statistics = list(args[key] or getattr(published, key))
