@@ -24,7 +24,7 @@ _OWN_NAMES = {
 """Maps script names that only one project uses to that project."""
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
-    r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
+    r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "its main_finetune.py"),
     r"\S*\brun_class_finetuning\.py": ("BEiT's fine-tuning", "MAE's main_finetune.py"),
     r"\S*\brun_image_classification\w*\.py": ("Hugging Face's example", "timm's train.py"),
     r"\S*\b(open_clip_train[./]|src/training/|training\.)main\b": (
@@ -39,10 +39,7 @@ _NOT_READ = {
     r"\S*\bvit_jax[./]main\b": ("Google's vision_transformer", "a config of big_vision"),
     r"\S*\bclassy_train\.py": ("ClassyVision's training", "torchvision's train.py"),
     r"\S*\bmain\.py (.* )?--cfg\b": ("Swin's training", "DeiT's main.py"),
-    r"\S*\bdinov2([./])(run|train|eval)\1": (
-        "DINOv2's own program",
-        "launch/eval.py --linear-probe",
-    ),
+    r"\S*\bdinov2([./])(run|train|eval)\1": ("DINOv2's own program", "timm's train.py"),
 }
 """Maps patterns for unsupported commands to their name and the most similar supported script."""
 
