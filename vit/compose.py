@@ -91,6 +91,12 @@ def _without_wandb(config: Config, message: str) -> Parts | None:
     return Parts(lines=(f"wandb: {message}: metrics.jsonl only (log.wandb=off silences this)",))
 
 
+STREAM = Extra(
+    80,
+    "vit.extras.stream.batches",
+    setting=lambda config: "stream.urls",
+    is_on=lambda config: config.stream.urls is not None,
+)
 FEATURES: tuple[Feature, ...] = (
     Core(10, lambda config: True, lambda config: Parts(hooks=(HostCheck(),))),
     Core(20, lambda config: True, lambda config: Parts(hooks=(OrderHook(),))),
@@ -116,12 +122,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda config: config.init.checkpoint is not None,
         lambda config: Parts(load_weights=load_initial_weights),
     ),
-    Extra(
-        80,
-        "vit.extras.stream.batches",
-        setting=lambda config: "stream.urls",
-        is_on=lambda config: config.stream.urls is not None,
-    ),
+    STREAM,
     Extra(
         90,
         "vit.extras.remote_runs.store",
@@ -165,7 +166,7 @@ def parts_of(config: Config) -> Parts:
 
 def reader_of(config: Config) -> TrainReader:
     """Return the reader of the training data. Raises ValueError if it is not installed."""
-    return parts_of(config).reader
+    return combine([STREAM], config).reader
 
 
 def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:

@@ -307,10 +307,13 @@ def watch(event, given):
         report_write_errors(f"connects to {given[1]}")
     elif event == "socket.getaddrinfo" and given[0] not in (None, "localhost", "127.0.0.1"):
         report_write_errors(f"asks for {given[0]}")
-    elif event == "os.mkdir" and is_temporary(given[0]) and given[1] & 0o077:
+    elif event == "os.mkdir" and is_new(given[0]) and given[1] & 0o077:
         report_write_errors(f"makes {given[0]} with mode {given[1]:o}")
     elif event == "open" and given[2] & os.O_CREAT and is_temporary(given[0]):
         created.append(given[0])
+
+def is_new(path):
+    return is_temporary(path) and not os.path.isdir(path)
 
 def is_temporary(path):
     return os.path.dirname(os.fsdecode(path) if isinstance(path, (str, bytes)) else "") == place
