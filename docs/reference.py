@@ -16,14 +16,14 @@ import ast
 import inspect
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import yaml
 
 import vit
 from data_prep import COMMANDS
-from vit.config.reference import Setting, num_recipes, recipes, settings
+from vit.config.reference import Setting, recipes, settings
 
 ROOT = Path(__file__).parents[1]
 ERRORS = ROOT / "tests" / "project" / "errors" / "rows.yaml"
@@ -171,8 +171,9 @@ def main() -> None:
 
 def settings_page() -> str:
     """Return the page of all settings, the common ones first."""
-    uses = num_recipes()
-    total = len(recipes())
+    given = recipes()
+    uses = Counter(key for values in given.values() for key in values)
+    total = len(given)
     every = settings()
     common = [key for key in every if uses[key] >= COMMON_SHARE * total]
     sections: defaultdict[str, list[str]] = defaultdict(list)

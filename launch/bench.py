@@ -4,7 +4,6 @@
     python launch/bench.py --config configs/vit_b16.yaml --data data/imagenet --out results
     torchrun --nproc_per_node=8 launch/bench.py --config configs/vit_l16.yaml train.compile=true
     python launch/bench.py --config configs/vit_b16.yaml --sweep
-    python launch/bench.py --config configs/vit_b16.yaml --profile trace data.global_batch_size=512
 
 No data are needed. The real training step runs on random batches, in eager mode and, on a GPU or
 with train.compile=true, compiled. The micro-batch is the config's and the largest that fits. If
@@ -58,23 +57,19 @@ def main() -> World:
     deterministic = config.train.deterministic
     world = process_group.join_world(config.train.device, deterministic=deterministic)
     with world.fail_together():
-        for option, folder in (("--profile", args.profile), ("--out", args.out)):
-            if world.is_main and folder is not None:
-                check_writable(option, folder)
+        if world.is_main and args.out is not None:
+            check_writable("--out", args.out)
     wishes = Wishes(
         args.seconds,
         args.steps,
         args.micro_batch,
         sweeps=args.sweep,
         needs_data=args.data is not None,
-        trace=args.profile,
     )
     result = measure(config, world, wishes)
     if world.is_main:
         show(result, args.json)
         written = sys.stderr if args.json else sys.stdout
-        if args.profile is not None:
-            print(f"trace and operator table: {args.profile}", file=written)
         if args.out is not None:
             print(f"written: {write_results(args.out, result)} and a .md file", file=written)
     return world
@@ -99,9 +94,6 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="steps per measurement, instead of --seconds"
-    )
-    parser.add_argument(
-        "--profile", type=Path, metavar="FOLDER", help="write a trace and a table of operators"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write <date>-gpu-<name>.json and .md"

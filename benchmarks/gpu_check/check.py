@@ -31,7 +31,13 @@ from gpu_check_lines import Line, run_part
 from vit.distributed.devices import find_devices
 from vit.distributed.exit import Interrupted, run_command
 from vit.distributed.process_group import join_world
-from vit.extras.planner.benchmark.certificate import check_writable, write_promises, write_results
+from vit.extras.planner.benchmark.certificate import (
+    check_writable,
+    results_file,
+    stored_results,
+    write_document,
+    write_results,
+)
 from vit.system.command_line import Parser
 from vit.system.gpus import find_device
 from vit.system.host import cpu_name
@@ -288,7 +294,13 @@ def _write(folder: Path, device: str, device_type: str, title: str, lines: Seque
             if "result" in line.numbers:
                 write_results(folder, line.numbers["result"])
         promised = [line.to_dict() for line in lines if "result" not in line.numbers]
-        path = write_promises(folder, device, device_type, promised, title)
+        # A line replaces the stored line with the same `what`, and the line that says that the part
+        # did not finish. Other lines of the same day are kept.
+        stored = stored_results(results_file(folder, device, device_type)).get("promises", [])
+        new = {title, *(line["what"] for line in promised)}
+        kept = [line for line in stored if line["what"] not in new]
+        changes = {"promises": [*kept, *promised]}
+        path = write_document(folder, device, device_type, changes)
         yield Line("results", True, str(path))
 
     # In a child process, because the results name the GPU: see `_find_devices`.

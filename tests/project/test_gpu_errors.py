@@ -197,8 +197,8 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
     "a micro-batch for `launch/bench.py` that does not divide the batch": (
         lambda place: place.run("bench.py", "", "--micro-batch", "5")
     ),
-    "a folder for the files of `launch/bench.py --profile` that cannot be written": (
-        lambda place: place.run("bench.py", "", "--profile", str(place.config / "trace"))
+    "a folder for the results of `launch/bench.py --out` that cannot be written": (
+        lambda place: place.run("bench.py", "", "--out", str(place.config / "results"))
     ),
     "`launch/plan.py` for a GPU that it does not know": unknown_gpu,
 }

@@ -7,7 +7,6 @@ classes of the sections -> `settings()` -> launch/explain.py, one setting in a t
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
@@ -118,8 +117,3 @@ def recipes() -> dict[str, dict[str, Any]]:
             for name, value in values.items()
         }
     return given
-
-
-def num_recipes() -> Counter[str]:
-    """Return how many recipes set each key."""
-    return Counter(key for values in recipes().values() for key in values)

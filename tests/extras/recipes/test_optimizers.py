@@ -56,3 +56,8 @@ def test_another_decay_rate_of_adafactor_is_reported(rate, is_reported, tmp_path
     assert imported.settings["optim.name"] == "adafactorbv"
     reported = [f.text for f in imported.reading.findings if f.verdict == "cannot"]
     assert (f"config.optax.decay_rate = {rate} is not supported" in reported) == is_reported
+
+
+def test_an_override_of_a_config_may_be_written_as_on_a_command_line():
+    command = f"python -m big_vision.train --config {BIG_VISION} --config.wd=1e-3"
+    assert import_recipe(command, num_gpus=1).config().optim.weight_decay > 0

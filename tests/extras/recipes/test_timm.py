@@ -352,3 +352,10 @@ def test_pooling_and_activation_are_timms(arguments, ours, missing):
     assert any(text.endswith(f"arguments of the model: {missing}") for text in refused) == bool(
         missing
     )
+
+
+def test_a_number_in_a_file_may_be_written_as_on_a_command_line(tmp_path):
+    """YAML 1.1 reads `1e-3` as text, and argparse as a number."""
+    file = tmp_path / "args.yaml"
+    file.write_text("model: vit_base_patch16_224\nopt: adamw\nlr: 1e-3\nbatch_size: 64\n")
+    assert import_recipe(str(file), num_gpus=1).settings["optim.lr"] == 1e-3

@@ -55,6 +55,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"nargs": "+"} for name in _MANY},
 }
 """Maps the types of arguments to options of argparse."""
+
+
+class Loader(yaml.SafeLoader):
+    """A YAML 1.1 loader in which `1e-3` is a number, as it is for argparse."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 _IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
@@ -213,7 +224,7 @@ def read_yaml(table: Table, text: str, path: Path) -> ParsedArguments:
     Raises a ValueError that lists every unknown key with the closest known key.
     """
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -259,4 +270,4 @@ def _setting(name: str) -> str:
 def _pairs(assignments: Sequence[str]) -> dict[str, Any]:
     """Parse `a=1 b=x` as timm's ParseKwargs does."""
     parts = (assignment.partition("=") for assignment in assignments)
-    return {key: yaml.safe_load(value) for key, _, value in parts}
+    return {key: yaml.load(value, Loader) for key, _, value in parts}

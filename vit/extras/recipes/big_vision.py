@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from vit.extras.recipes.arguments import Argument, ParsedArguments, Table, make_table
+from vit.extras.recipes.arguments import Argument, Loader, ParsedArguments, Table, make_table
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.extras.recipes.rates import after_warmup, map_schedule
@@ -106,7 +106,7 @@ def read_config(
         section = config
         for part in sections:
             section = section.setdefault(part, {})
-        section[name] = yaml.safe_load(value)
+        section[name] = yaml.load(value, Loader)
 
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
@@ -129,7 +129,7 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> Settings:
             raise ValueError(
                 f"the config has no argument {name}: expected one of {', '.join(values)}"
             )
-        values[name] = type(values[name])(yaml.safe_load(value)) if value else True
+        values[name] = type(values[name])(yaml.load(value, Loader)) if value else True
     return values
 
 
@@ -216,7 +216,7 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")
         arguments = re.findall(r"[^,()=]+(?=[,)]|$)", inside) if inside else []
-        operations.append((name, [yaml.safe_load(argument) for argument in arguments]))
+        operations.append((name, [yaml.load(argument, Loader) for argument in arguments]))
     return operations
 
 

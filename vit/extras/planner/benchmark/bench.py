@@ -24,7 +24,6 @@ from vit.extras.planner import device_memory
 from vit.extras.planner.benchmark import step_time as steps
 from vit.extras.planner.benchmark.certificate import peak_text
 from vit.extras.planner.benchmark.subject import Subject, Wishes, device_name, look_at_subject
-from vit.extras.planner.benchmark.trace import write_trace
 from vit.extras.planner.fitting import gpu_of, naming_what_fits
 from vit.extras.planner.forecast import largest_micro_batch
 from vit.extras.planner.memory import augmentation_bytes, step_memory
@@ -97,10 +96,9 @@ def _measure_mode(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Measure the step in one mode, eager or compiled.
 
-    In the last mode, also write the trace and measure the loader. before: the result rows of
+    In the last mode, also measure the loader. before: the result rows of
     earlier modes, whose batch sizes are reused.
     """
-    wishes = subject.wishes
     device = subject.world.device
     mode = "compiled" if compiled else "eager"
     subject.log(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
@@ -123,9 +121,6 @@ def _measure_mode(
     if is_last:
         first = rows[0]
         train_step.micro_batch_size = first["micro_batch_size"]
-        if wishes.trace is not None:
-            subject.log(f"{mode}: writing a trace")
-            write_trace(train_step, subject.make_batches(first["rank_batch_size"]), wishes.trace)
         if not subject.data.assumed:
             loading = _measure_loading(subject, train_step, first)
     del train_step

@@ -153,7 +153,7 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     Existing rows for other measurements are kept. The planner does not read the file for a CPU,
     which is named `<date>-<name>.json`. Raises ValueError if the file cannot be written.
     """
-    before = _stored(_place(folder, result["device"], result["device_type"]))
+    before = stored_results(results_file(folder, result["device"], result["device_type"]))
     new = [{key: row[key] for key in IDENTITY} for row in result["training"]]
     other_rows = [
         row for row in before["training"] if {key: row.get(key) for key in IDENTITY} not in new
@@ -168,30 +168,15 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     return write_document(folder, result["device"], result["device_type"], changes)
 
 
-def write_promises(
-    folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]], title: str
-) -> Path:
-    """Write results of a part of the check of guarantees next to the measurements of `device`.
-
-    A line replaces the stored line with the same `what`, and the line `title`, which says that the
-    part did not finish. Other lines of the same day are kept. Raises ValueError if the files cannot
-    be written.
-    """
-    stored = _stored(_place(folder, device, device_type)).get("promises", [])
-    new = {title, *(line["what"] for line in promises)}
-    kept = [line for line in stored if line["what"] not in new]
-    return write_document(folder, device, device_type, {"promises": [*kept, *promises]})
-
-
 def write_document(folder: Path, device: str, device_type: str, changes: Mapping[str, Any]) -> Path:
     """Update the results of `device` with `changes`, in the JSON and Markdown files.
 
     Raises ValueError if the files cannot be written.
     """
-    path = _place(folder, device, device_type)
+    path = results_file(folder, device, device_type)
     date = time.strftime("%Y-%m-%d")
     facts = {"date": date, "gpu": _short_name(device), "device": device, **provenance()}
-    document = {**_stored(path), **facts, **changes}
+    document = {**stored_results(path), **facts, **changes}
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
     with replacing(path.with_suffix(".md")) as file:
@@ -199,11 +184,12 @@ def write_document(folder: Path, device: str, device_type: str, changes: Mapping
     return path
 
 
-def _stored(path: Path) -> dict[str, Any]:
+def stored_results(path: Path) -> dict[str, Any]:
+    """Return the content of a results file, or empty lists if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else {"training": [], "loading": []}
 
 
-def _place(folder: Path, device: str, device_type: str) -> Path:
+def results_file(folder: Path, device: str, device_type: str) -> Path:
     """Return the path of the results file for `device`. Raises ValueError if it is not writable."""
     check_writable("--out", folder)
     slug = re.sub(r"[^a-z0-9]+", "-", _short_name(device).lower()).strip("-")

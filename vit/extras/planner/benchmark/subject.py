@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,8 +48,6 @@ class Wishes:
     """Whether to also measure smaller micro-batch sizes in the same batch."""
     needs_data: bool = False
     """If true, raise an error when the data cannot be opened."""
-    trace: Path | None = None
-    """The folder to which the profiler writes its files."""
 
 
 @dataclass(frozen=True)
