@@ -34,7 +34,7 @@ from vit.config import io as config_io
 from vit.data.augment.apply import create_augment
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
-from vit.inference.inputs import Place, find_inputs
+from vit.inference.inputs import ImagePlace, find_inputs
 from vit.inference.output import csv_file, write_rows
 from vit.inference.predict import PlaceBatches, predict
 from vit.inference.predictor import Preprocess, Trained
@@ -76,7 +76,7 @@ def processor_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def load_only(trained: Trained, places: list[Place], batch_size: int, workers: int) -> None:
+def load_only(trained: Trained, places: list[ImagePlace], batch_size: int, workers: int) -> None:
     """Load all batches and discard them."""
     preprocess = trained.preprocess
     batches = PlaceBatches(places, preprocess.image_format, preprocess.view, batch_size)
@@ -95,7 +95,7 @@ def compute_only(trained: Trained, num_images: int, batch_size: int) -> None:
     logits.sum().item()
 
 
-def predict_all(trained: Trained, places: list[Place], batch_size: int, workers: int) -> None:
+def predict_all(trained: Trained, places: list[ImagePlace], batch_size: int, workers: int) -> None:
     """Predict all files like launch/predict.py, and write the CSV file."""
     with tempfile.TemporaryDirectory() as folder:
         with csv_file(Path(folder, "out.csv"), 5) as writer:

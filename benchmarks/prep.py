@@ -41,7 +41,7 @@ from data_prep.write.images import ImagePolicy
 from data_prep.write.jobs import run_jobs
 from data_prep.write.plan import Settings, WritePlan, make_plan
 from data_prep.write.samples import read_range
-from data_prep.write.shard import Work, write_shard
+from data_prep.write.shard import ShardWork, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)
@@ -91,7 +91,7 @@ def warm_memory(num_bytes: int) -> None:
     np.ones(num_bytes, np.uint8)
 
 
-def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
+def write_some(job: tuple[list[ShardWork], float]) -> tuple[float, float]:
     """Write a few images to warm up, then the given shards, in a worker process."""
     works, begin_at = job
     first = works[0]

@@ -41,7 +41,7 @@ MAX_MEMBER_BYTES = 200_000_000
 """The maximum size of an archive member. CIFAR-100's train.bin has 153,700,000 bytes."""
 
 
-class Kind(NamedTuple):
+class CifarKind(NamedTuple):
     """CIFAR-10 or CIFAR-100 in the format of https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     name: str
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    10: Kind(
+    10: CifarKind(
         name="CIFAR-10",
         folder="cifar-10-batches-bin",
         archive="cifar-10-binary.tar.gz",
@@ -71,7 +71,7 @@ KINDS = {
             "test_batch.bin": ("val", 10_000),
         },
     ),
-    100: Kind(
+    100: CifarKind(
         name="CIFAR-100",
         folder="cifar-100-binary",
         archive="cifar-100-binary.tar.gz",
@@ -90,7 +90,7 @@ PICKLES = frozenset(
 # ---- the files -----------------------------------------------------------------------------------
 
 
-def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
+def find_place(source: Path, classes: int | None = None) -> tuple[CifarKind, Path]:
     """Find the data set in `source`. Return its kind, and the folder or archive with its files.
 
     Extracted files are preferred over an archive. classes: 10 or 100, if `source` may contain both
@@ -152,7 +152,7 @@ def source(path: Path, classes: int | None = None) -> Source:
     )
 
 
-def _fill(kind: Kind, place: Path, builder: Builder) -> None:
+def _fill(kind: CifarKind, place: Path, builder: Builder) -> None:
     """Add the records of each file: label bytes, then 1,024 bytes each of red, green and blue."""
     needed = (*kind.files, kind.class_names)
     folder = place

@@ -24,7 +24,7 @@ from data_prep.write.plan import (
 )
 from data_prep.write.writer import write
 from vit.system import redact
-from vit.system.command_line import Parser as OneLineParser
+from vit.system.command_line import Parser
 from vit.system.files import ShardError
 from vit.system.host import num_cores
 from vit.system.meter import duration
@@ -39,7 +39,7 @@ VAL_FRACTION = 0.1
 """The default fraction of each class to use as val if the source has no validation split."""
 
 
-class Parser(OneLineParser):
+class PrepParser(Parser):
     """A variant of the project's argument parser that exits the process on a usage error."""
 
     def error(self, message: str) -> NoReturn:
@@ -219,7 +219,7 @@ def command_line(
     """
 
     def main(argv: list[str] | None = None) -> int:
-        parser = Parser(f"python -m data_prep.{name}", doc)
+        parser = PrepParser(f"python -m data_prep.{name}", doc)
         for heading, flags in groups.items():
             group = parser.add_argument_group(heading) if heading else parser
             number = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group

@@ -39,8 +39,8 @@ from data_prep.read.imagenet_layouts import (
     LABEL_FILES,
     TRAIN_TAR,
     VAL_TAR,
-    Images,
-    Layout,
+    ImageNetImages,
+    ImageNetLayout,
     read_all_labels,
 )
 from data_prep.read.imagenet_search import Search, find_layouts
@@ -80,7 +80,7 @@ Faults = defaultdict[str, list[str]]
 
 
 def _take(
-    images: Images,
+    images: ImageNetImages,
     split: str,
     label_of: Mapping[str, int],
     labels: Mapping[str, str],
@@ -114,7 +114,7 @@ def _take(
 
 
 def _add_split(
-    builder: Builder, layout: Layout, label_of: Mapping[str, int], labels: Mapping[str, str]
+    builder: Builder, layout: ImageNetLayout, label_of: Mapping[str, int], labels: Mapping[str, str]
 ) -> Faults:
     """Add the images of a split to the catalog."""
     faults = Faults(list)

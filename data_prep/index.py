@@ -44,7 +44,7 @@ from data_prep.read.split_names import split_of
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
     Indexed,
-    Shard,
+    IndexedShard,
     check_present,
     choose_classes,
     choose_output,
@@ -110,7 +110,7 @@ def index(
     )
     rows_of = {} if output is source and output.local else known_rows(output, own_info)
     jobs = [
-        (index_shard, Shard(source, output, name, split, layout, rows_of.get(name)), name)
+        (index_shard, IndexedShard(source, output, name, split, layout, rows_of.get(name)), name)
         for name, split in split_of_tar.items()
     ]
     indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))

@@ -46,8 +46,8 @@ from data_prep.check.set_checks import (
 )
 from data_prep.check.shard_checks import (
     Checked,
-    Finding,
-    Shard,
+    CheckedShard,
+    ShardFinding,
     check_shard,
     check_shard_quickly,
     counted,
@@ -72,12 +72,12 @@ SUBJECTS = {
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """The findings and numbers that `verify` returns."""
 
     data: DataSet
     quick: bool
-    findings: list[Finding]
+    findings: list[ShardFinding]
     elapsed_s: float
 
     def count(self, fails: bool) -> int:
@@ -85,7 +85,7 @@ class Report:
         return sum(finding.fails == fails for finding in self.findings)
 
 
-def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Report:
+def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> VerifyReport:
     """Check the data set at `place`. num_sampled: images in a quick check, or None to check all.
 
     Raises PrepError or ShardError if the data set cannot be checked.
@@ -97,10 +97,10 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
         findings += check_labels(data)
         if num_sampled is None:
             findings += [*check_catalog(data), *check_repeated(data)]
-        return Report(data, num_sampled is not None, findings, time.monotonic() - start_s)
+        return VerifyReport(data, num_sampled is not None, findings, time.monotonic() - start_s)
 
 
-def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Finding]:
+def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[ShardFinding]:
     """Check the contents of all existing shards in worker processes.
 
     num_sampled: number of images in a quick check, or None to check all.
@@ -127,10 +127,10 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
         yield from checked.findings
 
 
-def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0) -> Shard:
+def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0) -> CheckedShard:
     """Return the arguments for checking a shard. num_sampled: number of images in a quick check."""
     name = part.filenames[number]
-    return Shard(
+    return CheckedShard(
         root=data.root,
         name=name,
         shown=data.shown,
@@ -149,7 +149,7 @@ def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0)
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def print_report(report: Report) -> None:
+def print_report(report: VerifyReport) -> None:
     """Print problems and notes by subject, a table of splits, the checks and the verdict."""
     for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail only with --strict)")):
         if report.count(fails):
@@ -194,7 +194,7 @@ COMPLETE = (
 """The report lines that describe what a complete check compares."""
 
 
-def _compared(report: Report, images: str) -> list[str]:
+def _compared(report: VerifyReport, images: str) -> list[str]:
     """Describe the comparisons and, after a quick check, the skipped comparisons."""
     if report.quick:
         return [images, RECORDS, *QUICK]
@@ -223,7 +223,7 @@ ROWS: dict[str, Callable[[DataSet, SplitFiles], str]] = {
 }
 
 
-def table(report: Report) -> Table:
+def table(report: VerifyReport) -> Table:
     """Return a table of the data set's numbers, with one column per split."""
     result = Table(box=None, padding=(0, 0, 0, 3))
     result.add_column("")

@@ -33,7 +33,7 @@ from vit.extras.report import model_figures
 from vit.extras.report.confusion import plot_confusion
 from vit.extras.report.contact_sheet import make_contact_sheet
 from vit.extras.report.curves import plot_learning_curves
-from vit.extras.report.example_images import Samples, samples_of_files, samples_of_split
+from vit.extras.report.example_images import ExampleImages, samples_of_files, samples_of_split
 from vit.extras.report.model_comparison import compare, plot_comparison
 from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
@@ -49,7 +49,7 @@ MAX_CELLS = 64
 sheet would need gigabytes of memory."""
 
 
-class Command(NamedTuple):
+class Drawing(NamedTuple):
     """One of the subcommands of visualize.py."""
 
     run: Callable[[Namespace, World], None]
@@ -217,7 +217,7 @@ def _load(args: Namespace, world: World, number: int = 0) -> Trained:
     return trained
 
 
-def _samples(args: Namespace, trained: Trained) -> Samples:
+def _samples(args: Namespace, trained: Trained) -> ExampleImages:
     if args.image:
         return samples_of_files(args.image, args.samples)
     return samples_of_split(trained, args.samples, args.data, args.split)
@@ -310,38 +310,38 @@ ONE_OR_NAME = {**ONE, "help": f"{WEIGHTS}, config, or a model's name {NEWEST}"}
 FOLDER = {"nargs": "?", "metavar": "RUN", "help": f"run folder {NEWEST}"}
 FOLDERS = {"nargs": "*", "type": Path, "metavar": "RUN", "help": f"run folders {NEWEST}"}
 COMMANDS = {
-    "augment": Command(
+    "augment": Drawing(
         augment,
         "contact sheet of training images with augmented and mixed versions",
         ("overrides", "--config", "--images", "--draws", "--out"),
         {},
     ),
-    "curves": Command(
+    "curves": Drawing(
         curves,
         "loss and accuracy of one or more runs over their epochs",
         ("--smooth", "--out"),
         FOLDERS,
     ),
-    "shapes": Command(layers, "shapes at each stage, as text", OF_NAME, ONE_OR_NAME),
-    "summary": Command(
+    "shapes": Drawing(layers, "shapes at each stage, as text", OF_NAME, ONE_OR_NAME),
+    "summary": Drawing(
         layers, "layers, parameters, GFLOP and memory, as text", OF_NAME, ONE_OR_NAME
     ),
-    "patches": Command(patches, "images cut into patches", OF_IMAGES, ONE, 1),
-    "filters": Command(figure, "principal components of the patch embedding", OF_WEIGHTS, ONE),
-    "attention": Command(
+    "patches": Drawing(patches, "images cut into patches", OF_IMAGES, ONE, 1),
+    "filters": Drawing(figure, "principal components of the patch embedding", OF_WEIGHTS, ONE),
+    "attention": Drawing(
         attention,
         "attention maps of each layer and head, and rollout",
         (*OF_IMAGES, "--separate"),
         ONE,
         4,
     ),
-    "positions": Command(figure, "similarity of position embeddings", OF_WEIGHTS, ONE),
-    "distance": Command(figure, "mean attention distance by depth and head", OF_IMAGES, ONE, 128),
-    "tokens": Command(figure, "patch features as colors", OF_IMAGES, ONE, 12),
-    "confusion": Command(
+    "positions": Drawing(figure, "similarity of position embeddings", OF_WEIGHTS, ONE),
+    "distance": Drawing(figure, "mean attention distance by depth and head", OF_IMAGES, ONE, 128),
+    "tokens": Drawing(figure, "patch features as colors", OF_IMAGES, ONE, 12),
+    "confusion": Drawing(
         confusion, "confusion matrix of a run's newest evaluation", ("--out", "--device"), FOLDER
     ),
-    "compare": Command(compared, "comparison of two runs on the same samples", OF_DATA, TWO, 500),
+    "compare": Drawing(compared, "comparison of two runs on the same samples", OF_DATA, TWO, 500),
 }
 
 

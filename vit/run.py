@@ -36,7 +36,7 @@ from vit.distributed import flight_recorder
 from vit.distributed.exit import Interrupted, StopSignals, leave_hung, problem_of
 from vit.distributed.outcome import Outcome
 from vit.distributed.process_group import World
-from vit.distributed.watchdog import Verdict, Watch
+from vit.distributed.watchdog import HangVerdict, Watch
 from vit.evaluation.evaluate import Evaluator
 from vit.loggers.record import Record, StartTimes
 from vit.run_folder.place import Place
@@ -138,7 +138,7 @@ class Run:
         for hook in self.hooks:
             hook.verify(is_end)
 
-    def _end_hung(self, verdict: Verdict) -> None:
+    def _end_hung(self, verdict: HangVerdict) -> None:
         """Record why the run hangs, and end the process. Called in the watchdog's thread."""
         self._record_error(verdict.message)
         leave_hung(verdict)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.check.data_set import DataSet, SplitFiles, tars_of
-from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Finding
+from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, ShardFinding
 from data_prep.errors import counted
 from data_prep.write.card_page import is_as_written
 from data_prep.write.card_text import count_classes
@@ -32,7 +32,7 @@ from vit.system.files import ShardError
 from vit.system.spelling import few
 
 
-def check_folder(data: DataSet) -> Iterator[Finding]:
+def check_folder(data: DataSet) -> Iterator[ShardFinding]:
     """Compare the folder, sidecars and index files with `_info.json`.
 
     Sets `sidecars`, `present` and `index` of each split.
@@ -45,12 +45,12 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
         yield from _check_sealed(data)
     for name, count in listed.items():
         if count > 1:
-            yield Finding(
+            yield ShardFinding(
                 "files", "_info.json", f"lists {name} {count} times; restore it from its source"
             )
     for path in sorted(data.root.rglob("*.tar")):
         if (name := str(path.relative_to(data.root))) not in listed:
-            yield Finding(
+            yield ShardFinding(
                 "files",
                 name,
                 "not in _info.json, but tools that read all tars of a folder would read it; move"
@@ -59,7 +59,7 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
     for path in sorted(data.root.iterdir()):
         is_temporary = path.name.endswith((".tmp", ".rows.npy"))
         if is_temporary or path.name in ("_writing.json", "_spool"):
-            yield Finding(
+            yield ShardFinding(
                 "files",
                 path.name,
                 "temporary file of a writer; delete it, unless a writer is running",
@@ -83,16 +83,16 @@ def check_folder(data: DataSet) -> Iterator[Finding]:
         yield from _open_index(data, part)
 
 
-def _check_sealed(data: DataSet) -> Iterator[Finding]:
+def _check_sealed(data: DataSet) -> Iterator[ShardFinding]:
     """Compare `_info.json` and the card with their recorded hashes."""
     if data.info.get("info_sha256") != info_sha256(data.info):
-        yield Finding(
+        yield ShardFinding(
             "files",
             "_info.json",
             "altered: the content does not match the recorded hash; restore it from its source",
         )
     if data.ours and not is_as_written(data.root):
-        yield Finding(
+        yield ShardFinding(
             "files",
             "dataset.md",
             "card missing or altered (dataset.md or contact_sheet.png): run `python -m"
@@ -100,13 +100,13 @@ def _check_sealed(data: DataSet) -> Iterator[Finding]:
         )
 
 
-def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
+def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
     """Check the hash, the plan and the image counts of a split's sidecars."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
         return  # already reported
     if part.described.get("sidecars_sha256") not in (None, sidecars_sha256(sidecars)):
-        yield Finding(
+        yield ShardFinding(
             "files",
             part.name,
             "sidecars are altered: their content does not match the hash in _info.json; restore"
@@ -115,7 +115,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
     listed = (data.info.get("listed") or {}).get(part.name)
     total = part.num_samples + len(part.quarantined)
     if listed not in (None, total):
-        yield Finding(
+        yield ShardFinding(
             "files",
             "_info.json",
             f"lists {listed} images for {part.name}, but shards and quarantine have {total}",
@@ -137,7 +137,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
         ),
     ):
         if names:
-            yield Finding(
+            yield ShardFinding(
                 "files",
                 part.name,
                 f"{counted(len(names), 'shard')}, the first is {names[0]}: {text}",
@@ -146,7 +146,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
 
 def _check_recorded(
     data: DataSet, part: SplitFiles, number: int, size: int | str
-) -> Iterator[Finding]:
+) -> Iterator[ShardFinding]:
     """Compare a shard's size and sidecar with `_info.json`."""
     name = part.filenames[number]
     recorded: dict[str, Any] = {"filename": name, "num_samples": part.lengths[number]}
@@ -154,13 +154,13 @@ def _check_recorded(
         if part.described.get(f"shard_{key}"):
             recorded[key] = part.described[f"shard_{key}"][number]
     if isinstance(size, str):
-        yield Finding("files", name, f"{size}; {WRITE_AGAIN}")
+        yield ShardFinding("files", name, f"{size}; {WRITE_AGAIN}")
     else:
         part.num_bytes += size
         if recorded.get("bytes", size) == size:
             part.present.append(number)
         else:
-            yield Finding(
+            yield ShardFinding(
                 "files",
                 name,
                 f"{size:,} bytes, but _info.json records {recorded['bytes']:,}; the contents were"
@@ -170,16 +170,16 @@ def _check_recorded(
     try:
         sidecar = read_sidecar(data.root / name)
     except ShardError as error:
-        yield Finding("files", path.name, str(error).removeprefix(f"{path}: "))
+        yield ShardFinding("files", path.name, str(error).removeprefix(f"{path}: "))
         return
     if sidecar is None:
         remedy = "repeat the command that wrote the data set" if data.ours else data.index_it
-        yield Finding("files", path.name, f"missing; {remedy}")
+        yield ShardFinding("files", path.name, f"missing; {remedy}")
         return
     part.sidecars[name] = sidecar
     for key, value in recorded.items():
         if sidecar[key] != value:
-            yield Finding(
+            yield ShardFinding(
                 "files",
                 path.name,
                 f"{key} is {sidecar[key]!r}, but _info.json records {value!r}; restore the wrong"
@@ -187,11 +187,11 @@ def _check_recorded(
             )
 
 
-def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
+def _open_index(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
     path = data.root / f"{part.name}.index.npy"
 
-    def finding(text: str) -> Finding:
-        return Finding("indexes", path.name, f"{text}{data.index_it}")
+    def finding(text: str) -> ShardFinding:
+        return ShardFinding("indexes", path.name, f"{text}{data.index_it}")
 
     try:
         index = open_index(path)
@@ -213,13 +213,13 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
         yield finding(f"{counted(size - end, 'byte')} after its last row; delete it and ")
 
 
-def check_quarantine(data: DataSet) -> Iterator[Finding]:
+def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:
     """Compare `quarantine.jsonl`, and the totals in `_info.json`, with the sidecars."""
     path = data.root / "quarantine.jsonl"
     entries = [entry for part in data.parts for entry in part.quarantined]
     listed = path.read_bytes() if path.exists() else b""
     if listed != "".join(json.dumps(entry) + "\n" for entry in entries).encode():
-        yield Finding(
+        yield ShardFinding(
             "quarantine",
             path.name,
             f"{'altered' if listed else 'missing'}: this file must list the"
@@ -229,7 +229,7 @@ def check_quarantine(data: DataSet) -> Iterator[Finding]:
     changed = sum((part.changed for part in data.parts), Counter[str]())
     for key, total in (("quarantined", len(entries)), ("changed", dict(changed))):
         if data.info.get(key, type(total)()) != total:
-            yield Finding(
+            yield ShardFinding(
                 "quarantine",
                 "_info.json",
                 f"{key} is {data.info.get(key)}, but the sidecars have {total}; restore the wrong"
@@ -240,7 +240,7 @@ def check_quarantine(data: DataSet) -> Iterator[Finding]:
 # ---- samples of all shards -----------------------------------------------------------------------
 
 
-def check_catalog(data: DataSet) -> Iterator[Finding]:
+def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
     """Compare class names, keys and labels with the hash recorded before writing."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
@@ -255,7 +255,7 @@ def check_catalog(data: DataSet) -> Iterator[Finding]:
         splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
     data.catalog_compared = True
     if (sha256 := catalog_sha256(data.class_names, splits)) != data.info["catalog"]:
-        yield Finding(
+        yield ShardFinding(
             "labels",
             "_info.json",
             "class names, keys or labels have changed since the data set was written: their hash is"
@@ -264,11 +264,11 @@ def check_catalog(data: DataSet) -> Iterator[Finding]:
         )
 
 
-def check_labels(data: DataSet) -> Iterator[Finding]:
+def check_labels(data: DataSet) -> Iterator[ShardFinding]:
     """Check class names and label range, and that every class has a training image."""
     info = data.info
     if data.class_names and info.get("num_classes") not in (None, len(data.class_names)):
-        yield Finding(
+        yield ShardFinding(
             "labels",
             "_info.json",
             f"num_classes is {info['num_classes']}, but class_names has {len(data.class_names)}",
@@ -279,7 +279,7 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
         labels = part.labels()
         outside = labels[(labels < 0) | (labels >= data.recorded_classes)]
         if len(outside):
-            yield Finding(
+            yield ShardFinding(
                 "labels",
                 part.name,
                 f"{counted(len(outside), 'label')} outside 0 to {data.recorded_classes - 1}:"
@@ -293,7 +293,7 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
     ]
     if empty and not _incomplete(data, train):
         is_partial = bool((data.info.get("options") or {}).get("partial"))
-        yield Finding(
+        yield ShardFinding(
             "labels",
             train.name,
             f"{counted(len(empty), 'class', 'classes')} without an image: {few(empty)}",
@@ -334,7 +334,7 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
     return together[np.lexsort(together.T[::-1])]
 
 
-def check_repeated(data: DataSet) -> Iterator[Finding]:
+def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
     """Report keys that occur twice in a split, and images with identical bytes.
 
     Identical images are only notes, because published data sets contain some. Images in two splits
@@ -343,7 +343,7 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
     for part in data.parts:
         for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
             names = [data.sample_name(part, shard, row) for _, _, shard, row, _ in group[:3]]
-            yield Finding(
+            yield ShardFinding(
                 "tars",
                 part.name,
                 f"a key occurs {len(group)} times: {' and '.join(names)}; write the shards again"
@@ -362,7 +362,7 @@ def check_repeated(data: DataSet) -> Iterator[Finding]:
             for _, p, shard, row, label in group
         ]
         details.append(few(names, 4, " = "))
-    yield Finding(
+    yield ShardFinding(
         "duplicates",
         ", ".join(part.name for part in data.parts),
         f"equal bytes: {counted(len(groups), 'image')} in"

@@ -55,7 +55,7 @@ MOST_LINES = 10
 """The maximum number of lines to print per subject and shard. Further lines are only counted."""
 
 
-class Finding(NamedTuple):
+class ShardFinding(NamedTuple):
     """A problem or a note that a check reports."""
 
     subject: str
@@ -67,7 +67,7 @@ class Finding(NamedTuple):
     details: tuple[str, ...] = ()
 
 
-class Shard(NamedTuple):
+class CheckedShard(NamedTuple):
     root: Path
     """The folder that contains the index, `.idx` and sidecar."""
     name: str
@@ -111,7 +111,7 @@ class Shard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    findings: list[Finding]
+    findings: list[ShardFinding]
     seen: np.ndarray = np.empty(0, SEEN_DTYPE)
     """(num_samples,) SEEN_DTYPE in tar order, or empty if the tar could not be read."""
     num_checked: int = 0
@@ -119,13 +119,13 @@ class Checked(NamedTuple):
     """True if the shard's sha256 was compared with a recorded value."""
 
 
-def read_failure(shard: Shard, error: OSError) -> Checked:
+def read_failure(shard: CheckedShard, error: OSError) -> Checked:
     """Return the result for a shard that could not be read due to `error`."""
     text = f"cannot be read ({error.strerror or error}): check the permissions and the disk"
-    return Checked([Finding("files", shard.name, text)])
+    return Checked([ShardFinding("files", shard.name, text)])
 
 
-def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
+def capped(findings: Iterable[ShardFinding]) -> Iterator[ShardFinding]:
     """Yield the first findings, then the number of omitted ones. Notes are counted separately."""
     count: Counter[bool] = Counter()
     for finding in findings:
@@ -142,7 +142,7 @@ def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
 # ---- the complete shard --------------------------------------------------------------------------
 
 
-def check_shard(shard: Shard) -> Checked:
+def check_shard(shard: CheckedShard) -> Checked:
     try:
         with _local(shard) as tar:
             return _check_tar(shard, tar)
@@ -150,13 +150,13 @@ def check_shard(shard: Shard) -> Checked:
         return read_failure(shard, error)
 
 
-def _check_tar(shard: Shard, tar: Path) -> Checked:
+def _check_tar(shard: CheckedShard, tar: Path) -> Checked:
     sha256 = sha256_of(tar)
     hashed = shard.sha256 is not None
     findings = []
     if hashed and shard.sha256 != sha256:
         findings.append(
-            Finding(
+            ShardFinding(
                 "files",
                 shard.name,
                 f"altered or replaced: its sha256 is {sha256[:12]}..., but"
@@ -171,7 +171,7 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
     except ShardError as error:
         text = str(error).removeprefix(f"{tar}: ")
         findings.append(
-            Finding("tars", shard.name, f"{text}; the images in this shard were not checked")
+            ShardFinding("tars", shard.name, f"{text}; the images in this shard were not checked")
         )
         return Checked(findings, hashed=hashed)
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
@@ -181,7 +181,7 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
 
 
 @contextmanager
-def _local(shard: Shard) -> Iterator[Path]:
+def _local(shard: CheckedShard) -> Iterator[Path]:
     """Yield the path of a local copy of the tar. A copy fetched from a URL is removed
     afterwards."""
     if shard.tars_at is None:
@@ -194,13 +194,13 @@ def _local(shard: Shard) -> Iterator[Path]:
 
 
 def _check_idx(
-    shard: Shard, samples: list[ScannedSample], numbers: Iterable[int] | None = None
-) -> Iterator[Finding]:
+    shard: CheckedShard, samples: list[ScannedSample], numbers: Iterable[int] | None = None
+) -> Iterator[ShardFinding]:
     """Compare `.idx` with lines computed from the tar. numbers: the samples to compare, or None for
     all."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
-        yield Finding(
+        yield ShardFinding(
             "indexes",
             path.name,
             f"missing; run `python -m data_prep.index {quote(shard.shown)}` to write it",
@@ -211,7 +211,7 @@ def _check_idx(
     places = [number + 1 for number in numbers or range(len(samples))]
     count = len(samples) if numbers is None else shard.num_samples
     if len(lines) != count + 1:
-        yield Finding(
+        yield ShardFinding(
             "indexes",
             path.name,
             f"{counted(len(lines), 'line')}, expected {count + 1:,}; {shard.rebuild(path.name)}",
@@ -222,7 +222,7 @@ def _check_idx(
         actual = lines[place] if place < len(lines) else b""
         if actual != line:
             first, second = (text.decode("utf-8", "replace")[:80] for text in (actual, line))
-            yield Finding(
+            yield ShardFinding(
                 "indexes",
                 path.name,
                 f"line {place + 1} is {first!r}, but the tar gives {second!r};"
@@ -231,14 +231,16 @@ def _check_idx(
             return
 
 
-def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) -> Iterator[Finding]:
+def _check_index(
+    shard: CheckedShard, samples: list[ScannedSample], is_intact: bool
+) -> Iterator[ShardFinding]:
     """Compare the shard's rows of `<split>.index.npy` with rows computed from the tar.
 
     is_intact: whether the tar matches its recorded sha256.
     """
     rows = shard.rows
     if len(samples) != shard.num_samples:
-        yield Finding(
+        yield ShardFinding(
             "tars",
             shard.name,
             f"{len(samples):,} samples, but _info.json records {shard.num_samples:,}; restore the"
@@ -249,12 +251,12 @@ def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) ->
 
 
 def compare_rows(
-    shard: Shard,
+    shard: CheckedShard,
     recorded: np.ndarray,
     samples: list[ScannedSample],
     is_intact: bool = False,
     numbers: Iterable[int] | None = None,
-) -> Iterator[Finding]:
+) -> Iterator[ShardFinding]:
     """Compare index rows with samples of the tar.
 
     numbers: the samples to compare, or None for all. is_intact: whether the tar matches its
@@ -269,7 +271,7 @@ def compare_rows(
     if len(altered):
         keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
         remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
-        yield Finding(
+        yield ShardFinding(
             "tars",
             shard.name,
             f"{counted(len(altered), 'image differs', 'images differ')} from the indexed bytes:"
@@ -280,7 +282,7 @@ def compare_rows(
         if not differs.any():
             continue
         row = int(np.argmax(differs))
-        yield Finding(
+        yield ShardFinding(
             "indexes",
             shard.index_name,
             f"wrong values in {counted(int(differs.sum()), 'row')} of {shard.name}, the first in"
@@ -291,8 +293,8 @@ def compare_rows(
 
 
 def _check_images(
-    shard: Shard, tar: Path, samples: list[ScannedSample], seen: np.ndarray
-) -> Iterator[Finding]:
+    shard: CheckedShard, tar: Path, samples: list[ScannedSample], seen: np.ndarray
+) -> Iterator[ShardFinding]:
     """Decode every image and fill `seen`."""
     changes: Counter[str] = Counter()
     seen["key"] = key_hashes([sample.key for sample in samples], shard.seed)
@@ -303,13 +305,13 @@ def _check_images(
             digest = hashlib.blake2b(data, digest_size=8).digest()
             seen["image"][number] = int.from_bytes(digest, "little")
             image = decode_sample(shard, sample, data)
-            if isinstance(image, Finding):
+            if isinstance(image, ShardFinding):
                 yield image
             elif image.change is not None:
                 changes[image.change] += 1
             count_one(len(data))
     for change, count in changes.items():
-        yield Finding(
+        yield ShardFinding(
             "images",
             shard.name,
             f"{counted(count, 'image')}: {change}; the loader can read them",
@@ -317,12 +319,14 @@ def _check_images(
         )
 
 
-def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared | Finding:
+def decode_sample(
+    shard: CheckedShard, sample: ScannedSample, data: bytes
+) -> Prepared | ShardFinding:
     """Return the decoded image, or a finding if decoding fails."""
     try:
         image = prepare(data, ImagePolicy(check="decode"))
     except Unreadable as error:
-        return Finding("images", shard.name, f"{sample.key}: cannot be decoded: {error}")
+        return ShardFinding("images", shard.name, f"{sample.key}: cannot be decoded: {error}")
     if shard.ours and image.data != data:
         problem = f"our writer does not write such images ({image.change}); the shard was altered"
     elif (image.width, image.height) != (sample.width, sample.height):
@@ -332,13 +336,13 @@ def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared 
         )
     else:
         return image
-    return Finding("images", shard.name, f"{sample.key}: {problem}")
+    return ShardFinding("images", shard.name, f"{sample.key}: {problem}")
 
 
 # ---- the quick check -----------------------------------------------------------------------------
 
 
-def check_shard_quickly(shard: Shard) -> Checked:
+def check_shard_quickly(shard: CheckedShard) -> Checked:
     """Fetch and decode some samples through the index, like the loader.
 
     Each sample is compared with the surrounding tar headers.
@@ -367,8 +371,8 @@ def check_shard_quickly(shard: Shard) -> Checked:
 
 
 def _check_rows(
-    shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: list[int]
-) -> Iterator[Finding]:
+    shard: CheckedShard, read: Read, end: int, rows: np.ndarray, chosen: list[int]
+) -> Iterator[ShardFinding]:
     """Decode the chosen samples, and compare their index rows with the surrounding tar headers."""
     samples = []
     good = []
@@ -378,7 +382,7 @@ def _check_rows(
         try:
             sample = _sample_around(shard, read, end, rows, number)
         except (TarDamaged, InvalidSample) as error:
-            yield Finding(
+            yield ShardFinding(
                 "tars",
                 shard.name,
                 f"the index has an image of {size} bytes at offset {offset}, but the tar does not"
@@ -387,7 +391,7 @@ def _check_rows(
             continue
         data = read(size, offset)
         image = decode_sample(shard, sample, data)
-        if isinstance(image, Finding):
+        if isinstance(image, ShardFinding):
             yield image
         samples.append(sample)
         good.append(number)
@@ -398,7 +402,7 @@ def _check_rows(
 
 
 def _sample_around(
-    shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
+    shard: CheckedShard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
     """Return a row's sample, read from the members between the neighboring images.
 

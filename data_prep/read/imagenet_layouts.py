@@ -57,7 +57,7 @@ READERS = 4
 """The number of archives or folders to list in parallel, to hide disk or network latency."""
 
 
-class Images(NamedTuple):
+class ImageNetImages(NamedTuple):
     """A batch of images in a layout. If their location does not determine the class, `wnid` is "",
     and `wnids` contains each image's WNID if known."""
 
@@ -70,13 +70,13 @@ class Images(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ImageNetLayout:
     """One split of ImageNet in a supported layout."""
 
     split: str
     title: str
     path: Path
-    images: Callable[[Builder], Iterator[Images]]
+    images: Callable[[Builder], Iterator[ImageNetImages]]
     wnids: Callable[[Builder], Collection[str]]
     """A function that returns the WNIDs of the classes, or nothing if only a label file lists
     them."""
@@ -90,7 +90,7 @@ class Layout:
 # ---- tars and folders ----------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class TarPlace(NamedTuple):
     """A folder of images, or a tar of images in the bytes [start, stop) of a file."""
 
     wnid: str
@@ -113,24 +113,24 @@ def members_of(folder: Path) -> Members:
     return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
 
 
-def _images_in(places: Callable[[], Sequence[Place]], _: Builder) -> Iterator[Images]:
+def _images_in(places: Callable[[], Sequence[TarPlace]], _: Builder) -> Iterator[ImageNetImages]:
     todo = places()
     with ThreadPoolExecutor(READERS) as pool:
-        for place, batches in zip(todo, pool.map(Place.members, todo), strict=True):
+        for place, batches in zip(todo, pool.map(TarPlace.members, todo), strict=True):
             for names, offsets, sizes in batches:
                 bare = [name.rpartition("/")[2] for name in names]
-                yield Images(place.path, place.wnid, bare, offsets, sizes)
+                yield ImageNetImages(place.path, place.wnid, bare, offsets, sizes)
 
 
 def _layout_of(
     split: str,
     title: str,
     path: Path,
-    places: Callable[[], Sequence[Place]],
+    places: Callable[[], Sequence[TarPlace]],
     inputs: Iterable[Path] = (),
-) -> Layout:
-    """Return the layout for tars or folders. inputs: see `Layout`; the default is `path`."""
-    return Layout(
+) -> ImageNetLayout:
+    """Return the layout for tars or folders. inputs: see `ImageNetLayout`, `path` by default."""
+    return ImageNetLayout(
         split,
         title,
         path,
@@ -140,12 +140,12 @@ def _layout_of(
     )
 
 
-def nested_tar(path: Path) -> Layout:
+def nested_tar(path: Path) -> ImageNetLayout:
     """Return the layout for the official training tar, which contains one tar per class."""
     return _layout_of("train", "a tar of tars, read in place", path, partial(_inner_tars, path))
 
 
-def _inner_tars(path: Path) -> list[Place]:
+def _inner_tars(path: Path) -> list[TarPlace]:
     tars = []
     for members in walk_tar(path):
         for name, offset, size in zip(*members, strict=True):
@@ -157,28 +157,28 @@ def _inner_tars(path: Path) -> list[Place]:
                 raise PrepError(
                     f"{path}: contains {name!r}; expected tars named by WordNet ID (n01440764.tar)"
                 )
-            tars.append(Place(wnid, path, int(offset), int(offset + size)))
+            tars.append(TarPlace(wnid, path, int(offset), int(offset + size)))
     return tars
 
 
-def folder_of_tars(paths: Sequence[Path]) -> Layout:
+def folder_of_tars(paths: Sequence[Path]) -> ImageNetLayout:
     """Return the layout for a folder with one tar per class."""
     title = f"{len(paths):,} tars, one a class, read in place"
-    tars = [Place(path.stem, path) for path in paths]
+    tars = [TarPlace(path.stem, path) for path in paths]
     return _layout_of("train", title, paths[0].parent, lambda: tars, paths)
 
 
-def tree(split: str, folder: Path, wnids: Sequence[str]) -> Layout:
+def tree(split: str, folder: Path, wnids: Sequence[str]) -> ImageNetLayout:
     """Return the layout for a folder with one subfolder per class."""
-    classes = [Place(wnid, folder / wnid) for wnid in wnids]
+    classes = [TarPlace(wnid, folder / wnid) for wnid in wnids]
     inputs = (folder, *(place.path for place in classes))
     return _layout_of(split, f"{len(wnids):,} class folders", folder, lambda: classes, inputs)
 
 
-def flat(path: Path) -> Layout:
+def flat(path: Path) -> ImageNetLayout:
     """Return the layout for validation images of all classes in a single tar or folder."""
     title = "a flat folder" if path.is_dir() else "a flat tar, read in place"
-    return replace(_layout_of("val", title, path, lambda: [Place("", path)]), flat=True)
+    return replace(_layout_of("val", title, path, lambda: [TarPlace("", path)]), flat=True)
 
 
 # ---- zip and parquet -----------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def place_in_zip(name: str) -> tuple[str, str, str] | None:
     return SPLIT_FOLDERS[match[1].lower()], match[2] or "", match[3]
 
 
-def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:
+def _zip_images(path: Path, split: str, _: Builder) -> Iterator[ImageNetImages]:
     for members in walk_zip(path):
         places = [place_in_zip(name) for name in members.names]
         of_class = defaultdict[str, dict[int, str]](dict)
@@ -205,18 +205,18 @@ def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:
                 of_class[place[1]][row] = place[2]
         for wnid, names in of_class.items():
             rows = list(names)
-            yield Images(
+            yield ImageNetImages(
                 path, wnid, list(names.values()), members.offsets[rows], members.sizes[rows]
             )
 
 
-def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
+def zip_layout(path: Path, split: str, wnids: set[str]) -> ImageNetLayout:
     """Return the layout for a split in a zip. wnids: its class folders, or "" for a flat folder."""
     flat = "" in wnids
     title = (
         f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
     )
-    return Layout(
+    return ImageNetLayout(
         split,
         title,
         path,
@@ -227,7 +227,7 @@ def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
     )
 
 
-def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]:
+def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNetImages]:
     """Yield the images. Check that labels are positions in the sorted list of WNIDs.
 
     Some mirrors number the classes differently.
@@ -247,7 +247,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
             match[1] + os.path.splitext(name)[1] if match else name
             for match, name in zip(matches, rows.names, strict=True)
         ]
-        yield Images(rows.file, "", names, rows.offsets, rows.sizes, wnids)
+        yield ImageNetImages(rows.file, "", names, rows.offsets, rows.sizes, wnids)
     if [wnid_of[label] for label in sorted(wnid_of)] != sorted(set(wnid_of.values())):
         raise PrepError(
             f"{files[0].parent}: the labels do not follow the order of the WordNet IDs; expected"
@@ -255,10 +255,10 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
         )
 
 
-def parquet_layout(split: str, files: Sequence[Path]) -> Layout:
+def parquet_layout(split: str, files: Sequence[Path]) -> ImageNetLayout:
     """Return the layout for a split in Hugging Face's parquet files."""
     images = partial(_parquet_images, files)
-    return Layout(
+    return ImageNetLayout(
         split,
         f"{len(files):,} parquet files, copied once to read them",
         files[0].parent,

@@ -26,7 +26,7 @@ from data_prep.read.imagenet_layouts import (
     TRUTH,
     VAL_TAR,
     WNID,
-    Layout,
+    ImageNetLayout,
     ValLabels,
     flat,
     folder_of_tars,
@@ -55,7 +55,7 @@ KIT = "the development kit"
 class Search:
     """The layouts and label files found in the given paths."""
 
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: list[ImageNetLayout] = field(default_factory=list)
     labels: list[ValLabels] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """Notes about unused files, for error messages."""

@@ -264,7 +264,7 @@ def choose_classes(
 # ---- one shard, in a worker process --------------------------------------------------------------
 
 
-class Shard(NamedTuple):
+class IndexedShard(NamedTuple):
     source: Output | WebShards
     output: Output
     name: str
@@ -282,14 +282,14 @@ class Indexed(NamedTuple):
     shard."""
 
 
-def index_shard(shard: Shard) -> Indexed:
+def index_shard(shard: IndexedShard) -> Indexed:
     """Index a shard. Write its `.idx` and sidecar if needed."""
     if isinstance(shard.source, Output) and shard.source.local is not None:
         return _index_in_place(shard, shard.source.local / shard.name)
     return _indexed_before(shard) or _index_fetched(shard, shard.source)
 
 
-def _index_in_place(shard: Shard, tar: Path) -> Indexed:
+def _index_in_place(shard: IndexedShard, tar: Path) -> Indexed:
     """Index a local shard, and write missing or wrong `.idx` and sidecar files.
 
     An existing sidecar is valid while the tar's size and modification time are unchanged.
@@ -318,7 +318,7 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
     return Indexed(index_rows(survey.samples), sidecar, key_hashes([s.key for s in survey.samples]))
 
 
-def _indexed_before(shard: Shard) -> Indexed | None:
+def _indexed_before(shard: IndexedShard) -> Indexed | None:
     """Return the records that an earlier command wrote, if the shard's size is unchanged."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
@@ -346,7 +346,7 @@ def _indexed_before(shard: Shard) -> Indexed | None:
     return Indexed(rows, sidecar, np.empty(0, np.uint64))
 
 
-def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
+def _index_fetched(shard: IndexedShard, source: Output | WebShards) -> Indexed:
     """Download, scan and hash a shard, and publish its records, with the sidecar last."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
@@ -365,7 +365,7 @@ OF_SAMPLES = ("members", "quarantined", "ignored", "shards_at")
 """The sidecar keys that describe the samples in a tar, and its location."""
 
 
-def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
+def _about(shard: IndexedShard, survey: Survey) -> dict[str, Any]:
     """Return the values of OF_SAMPLES that are not empty."""
     quarantined = [
         {
@@ -384,7 +384,7 @@ def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
     return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}
 
 
-def _elsewhere(shard: Shard) -> str | None:
+def _elsewhere(shard: IndexedShard) -> str | None:
     """Return the location of the tar, or None if the tar is next to its index."""
     return None if str(shard.source) == str(shard.output) else bare(str(shard.source))
 

@@ -25,7 +25,7 @@ from data_prep.errors import PrepError
 from data_prep.write.catalog import Builder, Catalog, Source, open_catalog
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
-from data_prep.write.shard import Work
+from data_prep.write.shard import ShardWork
 from vit.system.files import private_folder
 from vit.system.spelling import few
 
@@ -124,7 +124,7 @@ class WritePlan:
         return round(sum(self.catalog.splits.values()) * (self.mean_bytes + OVERHEAD_BYTES))
 
     @cached_property
-    def work(self) -> list[Work]:
+    def work(self) -> list[ShardWork]:
         """One job per shard, with the training shards first."""
         settings = self.settings
         plan = fingerprint(self.recorded)
@@ -132,7 +132,7 @@ class WritePlan:
         for split, names in self.filenames.items():
             for k, name in enumerate(names):
                 jobs.append(
-                    Work(
+                    ShardWork(
                         name.removesuffix(".tar"),
                         split,
                         range(k, self.catalog.splits[split], len(names)),

@@ -57,7 +57,7 @@ FILE_ERRORS = (
 the disk has a problem."""
 
 
-class Work(NamedTuple):
+class ShardWork(NamedTuple):
     """A shard to write, which consists of every n-th sample of its split in catalog order."""
 
     name: str
@@ -175,7 +175,7 @@ class TarStream:
         self._filled = 0
 
 
-def write_shard(work: Work) -> dict[str, Any]:
+def write_shard(work: ShardWork) -> dict[str, Any]:
     """Write and publish one shard, and return its sidecar."""
     scanned: list[ScannedSample] = []
     quarantined: list[dict[str, Any]] = []
@@ -233,7 +233,7 @@ def _announce(sample: Sample) -> None:
             )
 
 
-def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
+def _prepare(work: ShardWork, sample: Sample) -> Prepared | dict[str, Any]:
     """Return the image for the shard, or an entry for `quarantine.jsonl`.
 
     Raises OSError if the system cannot read an archive or a disk. The error may be temporary, and
@@ -262,7 +262,7 @@ def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
     }
 
 
-def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
+def _add(stream: TarStream, work: ShardWork, sample: Sample, prepared: Prepared) -> ScannedSample:
     image = stream.add(f"{sample.key}.jpg", prepared.data)
     members = [image]
     described: dict[str, Any] = {"name": sample.name}
@@ -288,7 +288,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
     )
 
 
-def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
+def quarantine_holds(work: ShardWork, sidecar: dict[str, Any]) -> bool:
     """Return whether the shard's unreadable images are unchanged, that is, not repaired."""
     if not sidecar.get("quarantined"):
         return True
@@ -314,7 +314,7 @@ _parsing = threading.Lock()
 threads (python/cpython#106905)."""
 
 
-def load_rows(work: Work) -> np.ndarray:
+def load_rows(work: ShardWork) -> np.ndarray:
     """Return the index rows of a complete shard, read from its row file or its tar.
 
     Thread-safe, so that requests to an object store can run in parallel.

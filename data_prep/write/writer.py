@@ -54,7 +54,7 @@ from data_prep.write.plan import (
     make_plan,
     options_of,
 )
-from data_prep.write.shard import ROWS, Work, load_rows, quarantine_holds, write_shard
+from data_prep.write.shard import ROWS, ShardWork, load_rows, quarantine_holds, write_shard
 from vit.data.shards.index_file import save_index
 from vit.data.shards.info_file import make_info
 from vit.system.files import remove_leftovers
@@ -200,7 +200,7 @@ def _claim(plan: WritePlan) -> None:
     compare(output, existing_record(output), plan.recorded)
 
 
-def _write_shards(plan: WritePlan, mine: list[Work]) -> Sidecars:
+def _write_shards(plan: WritePlan, mine: list[ShardWork]) -> Sidecars:
     """Write the incomplete shards of `mine`. Return the sidecars of all complete shards."""
     sidecars = _complete_shards(plan)
     todo = [job for job in mine if job.name not in sidecars]

@@ -21,7 +21,7 @@ from processes import Background, final_state, make_shards, metrics, train, writ
 from ranks import together
 
 from vit.distributed import watchdog as watch_module
-from vit.distributed.watchdog import Verdict, Watch, _Seen, judge
+from vit.distributed.watchdog import HangVerdict, Watch, _Seen, judge
 from vit.distributed.world import LONGEST_WAIT, World
 
 LIMIT_S = 60.0
@@ -85,10 +85,10 @@ def test_finds_the_rank_that_is_behind(seen, ranks, message):
     assert message in (verdict.message if verdict else "")
 
 
-def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[Verdict]:
+def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[HangVerdict]:
     """Return the watchdog's verdicts during `for_s` seconds in which rank `behind` makes no
     progress."""
-    verdicts = list[Verdict]()
+    verdicts = list[HangVerdict]()
     watch = Watch(world, limit_s, verdicts.append)
     watch.start()
     end = time.monotonic() + for_s
@@ -120,7 +120,7 @@ def test_does_not_end_ranks_that_make_progress():
 def test_a_rank_that_stops_comparing_is_not_considered_silent():
     """At the end of a run, some ranks close their watchdogs earlier than others."""
 
-    def work(world: World) -> list[Verdict]:
+    def work(world: World) -> list[HangVerdict]:
         verdicts = watched(world, None, BUSY_LIMIT_S, for_s=0.2)
         if world.rank != 1:
             verdicts += watched(world, None, BUSY_LIMIT_S, 1.5 * BUSY_LIMIT_S)
@@ -196,7 +196,7 @@ def test_a_rank_without_a_store_ends_once_it_makes_no_progress(is_cut, monkeypat
     world = World(
         1, 2, torch.device("cpu"), dist.PrefixStore("vit", store_over_cable), ("first", "second")
     )
-    verdicts = Queue[Verdict]()
+    verdicts = Queue[HangVerdict]()
     watch = Watch(world, BUSY_LIMIT_S, verdicts.put)
     watch.start()
     while not store.check(["vit/beat 1"]):

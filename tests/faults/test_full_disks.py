@@ -52,7 +52,7 @@ from vit.run_folder.lock import RunLock
 from vit.run_folder.paths import METRICS_FILE, mark_stopped
 from vit.system.drawing import drawing
 from vit.training.plan import Plan
-from vit.weights.programs import Subject
+from vit.weights.programs import ProgramModel
 
 ALONE = World(0, 1, torch.device("cpu"))
 FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
@@ -124,10 +124,12 @@ def picture(folder: Path, form: str) -> None:
         figure.subplots().plot([1, 2, 4])
 
 
-def subject() -> Subject:
+def subject() -> ProgramModel:
     model = {"name": "vit_ti8", "image_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
     config = from_dict({"data": {"root": "-"}, "train": {"steps": 1}, "model": model}, "test")
-    return Subject(create_model(config.model, num_classes=3).eval(), config, 3, ["a", "b", "c"])
+    return ProgramModel(
+        create_model(config.model, num_classes=3).eval(), config, 3, ["a", "b", "c"]
+    )
 
 
 def handed_over(folder: Path, program: str) -> None:

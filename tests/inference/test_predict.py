@@ -18,7 +18,7 @@ from PIL import Image
 from processes import run, run_here
 
 import vit
-from vit.inference.inputs import Place, find_inputs
+from vit.inference.inputs import ImagePlace, find_inputs
 from vit.inference.output import csv_file
 from vit.inference.predict import predict
 from vit.system.redact import escape_to_one_line
@@ -155,7 +155,7 @@ def test_a_list_on_stdin_may_name_a_missing_file(tiny_run, odd_files, tmp_path, 
 def test_a_list_may_separate_names_by_zero_bytes(tmp_path):
     with_line_end = tmp_path / "a\nb.jpg"
     inputs = find_inputs(["-"], io.BytesIO(os.fsencode(f"{with_line_end}\0c.jpg\0")))
-    assert inputs.places == [Place(str(with_line_end)), Place("c.jpg")]
+    assert inputs.places == [ImagePlace(str(with_line_end)), ImagePlace("c.jpg")]
 
 
 def test_circular_links_do_not_loop(odd_files, tmp_path):

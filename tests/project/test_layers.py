@@ -248,6 +248,17 @@ def test_no_file_imports_too_many():
     )
 
 
+def test_no_two_classes_have_one_name():
+    """A reader who searches for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for module in modules():
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def test_only_one_file_names_modules_in_strings():
     """Such a module is imported where no reader, type checker or other test here sees it."""
     names = {

@@ -107,8 +107,8 @@ def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
     """Return a function that lets a command parse its arguments but not run. If the arguments are
     invalid, the test fails with the command's error message."""
 
-    def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
-        data_prep.command.OneLineParser.parse_args(parser, arguments)
+    def parse_only(parser: data_prep.command.PrepParser, arguments: Sequence[str]) -> None:
+        data_prep.command.Parser.parse_args(parser, arguments)
         raise Understood
 
     def read(script: str, arguments: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
                 if config != "FILE":
                     load_config(ROOT / config, args.overrides)
         elif script.startswith("data_prep/"):
-            monkeypatch.setattr(data_prep.command.Parser, "parse_args", parse_only)
+            monkeypatch.setattr(data_prep.command.PrepParser, "parse_args", parse_only)
             with pytest.raises(Understood):
                 importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(
                     list(arguments)

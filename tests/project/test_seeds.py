@@ -115,7 +115,7 @@ def digits_as_mnist() -> dict[str, bytes]:
     return files
 
 
-def cifar_archive(kind: cifar.Kind) -> bytes:
+def cifar_archive(kind: cifar.CifarKind) -> bytes:
     content = io.BytesIO()
     files = {kind.class_names: "\n".join(f"class{n}" for n in range(10)).encode()}
     for name in kind.files:

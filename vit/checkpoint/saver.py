@@ -36,7 +36,7 @@ from vit.run_folder.paths import TIMM_CONFIG_FILE, weights_file
 from vit.run_folder.place import Place
 from vit.step import TrainStep
 from vit.system.files import link_to, write_json
-from vit.weights.programs import Subject, lacking, timm_config
+from vit.weights.programs import ProgramModel, lacking, timm_config
 from vit.weights.save import HUB_FILES, cannot_write, save_weights
 
 
@@ -227,7 +227,7 @@ class Saver:
         if lacking("timm", config):
             return
         model = self._train_step.model
-        content = timm_config(Subject(model, config, num_classes, self._class_names))
+        content = timm_config(ProgramModel(model, config, num_classes, self._class_names))
         last = weights_file(self._run_dir, "last", self._train_step.ema is not None)
         path = last.with_name(TIMM_CONFIG_FILE)
         try:

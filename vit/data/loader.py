@@ -30,7 +30,7 @@ from vit.data.batches import Batch, Batches
 from vit.data.slots import MAX_READY_BATCHES, Slots, plan_ring
 from vit.data.stages import Tally, add_up
 from vit.data.to_gpu import Cuda, ToGpu
-from vit.data.worker_pool import NICENESS_BESIDE_GPU, OwnProcess, Result, WorkerPool
+from vit.data.worker_pool import NICENESS_BESIDE_GPU, OwnProcess, WorkerPool, WorkerResult
 from vit.distributed.process_group import local_world_size
 
 STALL_TIMEOUT_S = 240.0
@@ -98,7 +98,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._slots = Slots(self.ring, num_workers)
         self._slot_of: dict[int, int] = {}
         """The slot of each position whose parts were sent to the workers."""
-        self._done: defaultdict[int, list[Result]] = defaultdict(list)
+        self._done: defaultdict[int, list[WorkerResult]] = defaultdict(list)
         """The results of the finished parts at each position."""
         self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
@@ -206,7 +206,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             for first in range(0, self._batches.layout.num_rows, self.ring.part_rows):
                 self._pool.put(position, slot, first)
 
-    def _note(self, results: list[Result]) -> None:
+    def _note(self, results: list[WorkerResult]) -> None:
         for result in results:
             wait_s, busy_s, num_made = self.stats
             self.stats = LoaderStats(wait_s, busy_s + result.busy_s, num_made + result.num_rows)

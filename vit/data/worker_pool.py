@@ -65,7 +65,7 @@ class WorkerError(ValueError):
     """A loader worker died or hung. The message names the worker, the cause and a remedy."""
 
 
-class Result(NamedTuple):
+class WorkerResult(NamedTuple):
     """The result of making one part of a batch."""
 
     position: int
@@ -102,7 +102,7 @@ class OwnProcess:
         """Drop all parts that have not been made yet."""
         self._parts.clear()
 
-    def results(self, wait: bool) -> list[Result]:
+    def results(self, wait: bool) -> list[WorkerResult]:
         """Make the next part if `wait` is true, and return its result."""
         # Make parts only on demand. Preparing them in advance would take just as much time from
         # training, and more memory.
@@ -185,13 +185,13 @@ class WorkerPool:
         while self._queued:
             self.results(wait=True)
 
-    def results(self, wait: bool) -> list[Result]:
+    def results(self, wait: bool) -> list[WorkerResult]:
         """Return the results of finished parts. With `wait`, wait for at least one result.
 
         Reports and replaces workers that hang in the meantime. Raises WorkerError if a worker died,
         or if a worker hangs and cannot be replaced.
         """
-        results = list[Result]()
+        results = list[WorkerResult]()
         while True:
             # Wait for all workers together. The wait ends when a worker sends a result or dies,
             # because the pipe of a dead worker becomes readable, or when the next status check is
@@ -234,7 +234,7 @@ class WorkerPool:
         self._workers[number] = (worker, results)
         self._selector.register(results, selectors.EVENT_READ, number)
 
-    def _receive(self, number: int, received: list[Result]) -> bool:
+    def _receive(self, number: int, received: list[WorkerResult]) -> bool:
         pipe = self._workers[number][1]
         # The pipe of a dead worker ends after everything that the worker sent. Reading a message
         # that was cut off by the kill also raises EOFError.
@@ -253,7 +253,7 @@ class WorkerPool:
         pid = self._workers[number][0].pid
         return f"loader worker {number} (process {pid}{process_state(pid)})"
 
-    def _replace_stalled(self, received: list[Result]) -> None:
+    def _replace_stalled(self, received: list[WorkerResult]) -> None:
         """Replace all workers if one hangs for too long, or if all are idle while parts are
         missing.
 
@@ -287,7 +287,7 @@ class WorkerPool:
         self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")
         self.num_replaced += len(stuck) or len(self._workers)
 
-    def _replace_all(self, received: list[Result], problem: str) -> None:
+    def _replace_all(self, received: list[WorkerResult], problem: str) -> None:
         """Kill all workers, start new ones, and queue the missing parts again.
 
         All workers are killed, because one may have died after it took a part and before it updated
@@ -424,7 +424,9 @@ def _work(
             status.enter(Stage.IDLE)
 
 
-def _make(batches: Batches, status: WorkerStatus, position: int, first: int, rows: Batch) -> Result:
+def _make(
+    batches: Batches, status: WorkerStatus, position: int, first: int, rows: Batch
+) -> WorkerResult:
     status.take(position, first)
     began_s = time.perf_counter()
     bad_keys: tuple[str, ...] = ()
@@ -436,6 +438,6 @@ def _make(batches: Batches, status: WorkerStatus, position: int, first: int, row
         error = raised
     busy_s = time.perf_counter() - began_s
     status.count_retries()
-    return Result(
+    return WorkerResult(
         position, first, num_rows=len(rows.labels), busy_s=busy_s, bad_keys=bad_keys, error=error
     )

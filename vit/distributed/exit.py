@@ -42,7 +42,7 @@ from vit.distributed.process_group import (
     local_world_size,
     world_size,
 )
-from vit.distributed.watchdog import Verdict
+from vit.distributed.watchdog import HangVerdict
 from vit.system.files import FULL
 from vit.system.redact import guard_console, printed, shown
 
@@ -260,7 +260,7 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
     leave(status)
 
 
-def leave_hung(verdict: Verdict) -> NoReturn:
+def leave_hung(verdict: HangVerdict) -> NoReturn:
     """Exit because a rank hangs (`verdict`). May be called on any thread.
 
     The lowest rank that does not hang prints the message. On a host that has lost its network, the

@@ -65,7 +65,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """The reason why all ranks end."""
 
     message: str
@@ -93,7 +93,7 @@ class Watch:
         end: called with the verdict on a thread of each rank; must end the process.
     """
 
-    def __init__(self, world: World, limit_s: float | None, end: Callable[[Verdict], None]):
+    def __init__(self, world: World, limit_s: float | None, end: Callable[[HangVerdict], None]):
         self._world = world
         self._limit_s = limit_s
         self._end = end
@@ -200,7 +200,7 @@ class Watch:
             limit_now_s = LONGEST_WAIT.total_seconds() if is_saving else limit_s
             silent_s = now - self._answered_at
             if min(silent_s, now - moved_at) > limit_now_s:
-                self._end(Verdict(self._cut_off(silent_s), (), is_cut_off=True))
+                self._end(HangVerdict(self._cut_off(silent_s), (), is_cut_off=True))
                 return
 
     def _cut_off(self, silent_s: float) -> str:
@@ -216,13 +216,15 @@ class Watch:
     def _beat(self, number: int) -> list[int | str | bool]:
         return [number, self._count, self._step, self._doing, self._is_away]
 
-    def _verdict(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> Verdict | None:
+    def _verdict(
+        self, store: dist.Store, seen: dict[int, _Seen], limit_s: float
+    ) -> HangVerdict | None:
         """Return the verdict in the store, or else judge the ranks and store a verdict."""
         if store.check([VERDICT]):
             message, ranks = json.loads(store.get(VERDICT))
-            return Verdict(message, tuple(ranks))
+            return HangVerdict(message, tuple(ranks))
         if self._has_outlived_another(store):
-            return Verdict(json.loads(store.get(ENDED)), ())
+            return HangVerdict(json.loads(store.get(ENDED)), ())
         self._look(store, seen, limit_s)
         verdict = judge(seen, limit_s, self._looked_at, self._world.host_of)
         if verdict is not None:
@@ -268,7 +270,7 @@ def _updated(seen: _Seen, beat: list[Any], now: float) -> _Seen:
 
 def judge(
     seen: dict[int, _Seen], limit_s: float, now: float, host_of: Callable[[int], str]
-) -> Verdict | None:
+) -> HangVerdict | None:
     """Return a verdict if some ranks have kept the others waiting for `limit_s`, else None.
 
     A silent rank sends no beats, because its process is stopped or its host has failed. Among the
@@ -278,7 +280,7 @@ def judge(
     watching = {rank: each for rank, each in seen.items() if each.number >= 0}
     silent = [rank for rank, each in watching.items() if now - each.heard_at > limit_s]
     if silent:
-        return Verdict(
+        return HangVerdict(
             _sentence(silent, watching, "has sent no heartbeat", limit_s, host_of), (*silent,)
         )
     if len(watching) < len(seen) or len(watching) == 1:
@@ -291,13 +293,13 @@ def judge(
         return None
     if len(behind) == len(watching):
         each = watching[behind[0]]
-        return Verdict(
+        return HangVerdict(
             f"all {len(watching)} ranks have made no progress for {waited_s:.0f} s at step"
             f" {each.step}, {each.doing}, and none is behind: the network between them or one of"
             " them hangs",
             (*behind[:NAMED],),
         )
-    return Verdict(
+    return HangVerdict(
         _sentence(behind, watching, "has made no progress", waited_s, host_of), (*behind,)
     )
 

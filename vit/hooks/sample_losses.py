@@ -42,7 +42,7 @@ HEADER_BYTES = 128
 """The size of an .npy file's header."""
 
 
-class Written(NamedTuple):
+class WrittenLosses(NamedTuple):
     """The losses and margins of all ranks for consecutive steps of one epoch."""
 
     epoch: int
@@ -79,14 +79,14 @@ class SampleLosses:
                 pairs = np.stack([losses, margins], 1).astype(np.float16)
             self._steps.append((step, pairs.view(np.int32)[:, 0]))
 
-    def collect(self) -> list[Written]:
+    def collect(self) -> list[WrittenLosses]:
         """Return the values of all ranks since the last call; [] on all ranks but 0.
 
         All ranks must call this after the same steps.
         """
         batch_size = self._plan.global_batch_size
         at_once = max(PIECE // batch_size, 1)
-        collected: list[Written] = []
+        collected: list[WrittenLosses] = []
         for start in range(0, len(self._steps), at_once):
             steps = self._steps[start : start + at_once]
             # Each rank fills its own columns of an array of zeros. Summing the values' bits as
@@ -101,23 +101,23 @@ class SampleLosses:
         self._steps = []
         return collected
 
-    def _by_epoch(self, steps: list[int], bits: NDArray[np.int32]) -> Iterable[Written]:
+    def _by_epoch(self, steps: list[int], bits: NDArray[np.int32]) -> Iterable[WrittenLosses]:
         epochs, inside = np.divmod(steps, self._plan.steps_per_epoch)
         values = bits[:, :, None].view(np.float16).transpose(0, 2, 1)
         for epoch in np.unique(epochs).tolist():
             positions = np.flatnonzero(epochs == epoch)
-            yield Written(epoch + 1, int(inside[positions[0]]), values[positions])
+            yield WrittenLosses(epoch + 1, int(inside[positions[0]]), values[positions])
 
     def _is_kept(self, step: int) -> bool:
         return (step // self._plan.steps_per_epoch + 1) % self._every_epochs == 0
 
-    def new_bytes(self, collected: list[Written]) -> int:
+    def new_bytes(self, collected: list[WrittenLosses]) -> int:
         """Return the number of bytes by which the folder grows when `collected` is written."""
         missing = {part.epoch for part in collected if not self._path(part.epoch).exists()}
         steps = self._plan.steps_per_epoch
         return len(missing) * steps * self._plan.global_batch_size * BYTES_OF_A_ROW
 
-    def write(self, collected: list[Written]) -> None:
+    def write(self, collected: list[WrittenLosses]) -> None:
         """Write the result of `collect` to disk. Raises OSError, which names the file."""
         for epoch, first, values in collected:
             path = self._path(epoch)

@@ -17,14 +17,18 @@ from vit.data.batches import Batch, Batches, BatchLayout, write_rows
 from vit.data.decode.crops import decode_center
 from vit.data.image_format import ImageFormat
 from vit.data.stages import Stage
-from vit.inference.inputs import Place
+from vit.inference.inputs import ImagePlace
 
 
 class PlaceBatches(Batches):
     """Batches that contain each of `places` once. Padding rows at the end have weight 0."""
 
     def __init__(
-        self, places: Sequence[Place], image_format: ImageFormat, view: EvalConfig, batch_size: int
+        self,
+        places: Sequence[ImagePlace],
+        image_format: ImageFormat,
+        view: EvalConfig,
+        batch_size: int,
     ):
         self.places = places
         self.image_format = image_format

@@ -29,7 +29,7 @@ FROM_STDIN = "-"
 """The argument that reads a list of names from stdin."""
 
 
-class Place(NamedTuple):
+class ImagePlace(NamedTuple):
     """The location of an encoded image: a file, or `size` bytes at `offset` of a tar."""
 
     path: str
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 class Inputs:
     """The images to predict, in the order of the arguments."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[ImagePlace] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     """The number of non-image files in folders and tars, by suffix."""
 
@@ -146,14 +146,14 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
         elif path.lower().endswith(".tar"):
             _add_tar(path, inputs)
         else:
-            inputs.places.append(Place(path))
+            inputs.places.append(ImagePlace(path))
     except (OSError, ValueError) as error:
         if is_named:
             raise
         reason = str(error).removeprefix(f"{path}: ")
         if isinstance(error, OSError):
             reason = f"cannot be read ({error.strerror})"
-        inputs.places.append(Place(path, problem=reason))
+        inputs.places.append(ImagePlace(path, problem=reason))
 
 
 def _add_folder(folder: str, inputs: Inputs) -> None:
@@ -173,7 +173,7 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
         except OSError as error:
             if current == folder:
                 raise
-            inputs.places.append(Place(current, problem=f"cannot be read ({error.strerror})"))
+            inputs.places.append(ImagePlace(current, problem=f"cannot be read ({error.strerror})"))
             continue
         has_shards = (
             "_info.json",
@@ -182,7 +182,7 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
         below = [os.path.join(current, name) for name, is_folder in visible if is_folder]
         for path in (os.path.join(current, name) for name, is_folder in visible if not is_folder):
             if is_image(path) and not has_shards:
-                inputs.places.append(Place(path))
+                inputs.places.append(ImagePlace(path))
             elif path.lower().endswith(".tar"):
                 _add(path, inputs, is_named=False)
             else:
@@ -204,7 +204,7 @@ def _add_tar(path: str, inputs: Inputs) -> None:
             if member.kind != FILE:
                 continue
             if member.name.lower().endswith(EXTENSIONS):
-                inputs.places.append(Place(path, member.name, member.offset, member.size))
+                inputs.places.append(ImagePlace(path, member.name, member.offset, member.size))
             else:
                 suffix = os.path.splitext(member.name)[1]
                 inputs.skipped[suffix or "without a suffix"] += 1

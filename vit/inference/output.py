@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from vit.inference.inputs import Place
+from vit.inference.inputs import ImagePlace
 from vit.inference.predict import Predictions
 from vit.system.files import csv_writer
 from vit.system.redact import escape_to_one_line
@@ -42,7 +42,7 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
 
 
 def write_rows(
-    writer: Any, predictions: Predictions, places: Sequence[Place], class_names: Sequence[str]
+    writer: Any, predictions: Predictions, places: Sequence[ImagePlace], class_names: Sequence[str]
 ) -> None:
     """Write a line for each image in `predictions`."""
     labels = predictions.labels.tolist()
@@ -82,7 +82,7 @@ def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Tabl
 class Summary:
     """Totals over all predictions, and the first predictions as examples."""
 
-    places: Sequence[Place]
+    places: Sequence[ImagePlace]
     class_names: Sequence[str]
     num_examples: int
     """The number of images at the start that become examples."""

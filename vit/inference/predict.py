@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.data.batches import Batch
 from vit.data.loader import Loader
 from vit.inference.batches import PlaceBatches
-from vit.inference.inputs import Place
+from vit.inference.inputs import ImagePlace
 from vit.inference.predictor import Trained
 from vit.system.host import num_cores
 
@@ -43,7 +43,7 @@ class Predictions(NamedTuple):
 
 def predict(
     trained: Trained,
-    places: Sequence[Place],
+    places: Sequence[ImagePlace],
     top: int = 5,
     *,
     batch_size: int | None = None,

@@ -3,11 +3,12 @@
 This project uses timm's names. A table maps each name to the other program's name. In a row, `{n}`
 is the block number, and `{p}` is "weight" or "bias":
 
-    "blocks.{n}.mlp.fc1.{p}": Row(("vit.encoder.layer.{n}.intermediate.dense.{p}",))
+    "blocks.{n}.mlp.fc1.{p}": LayoutRow(("vit.encoder.layer.{n}.intermediate.dense.{p}",))
 
-A `Row` may list several weights that this project concatenates (query, key, value), and may state a
-different memory layout. `to_ours` and `from_ours` only rename, transpose, concatenate and split, so
-the bits of each value do not change. A weight without a row cannot be exported to that program.
+A `LayoutRow` may list several weights that this project concatenates (query, key, value), and may
+state a different memory layout. `to_ours` and `from_ours` only rename, transpose, concatenate and
+split, so the bits of each value do not change. A weight without a row cannot be exported to that
+program.
 
     torchvision    pytorch/vision:torchvision/models/vision_transformer.py
     huggingface    huggingface/transformers:src/transformers/models/vit/modeling_vit.py
@@ -71,7 +72,7 @@ TURNS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutRow:
     """The name and memory layout that another program uses for one weight of this project.
 
     theirs: one name, or the names of query, key and value. turn: a key of `TURNS`.
@@ -82,13 +83,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightsLayout:
     """The table of weight names for one other program."""
 
     name: str
     block: str
     """The prefix of weight names before the block number."""
-    rows: dict[str, Row]
+    rows: dict[str, LayoutRow]
     sign: str
     """A regular expression that matches a weight name only in this program's files."""
     dropped: tuple[str, ...] = ()
@@ -97,25 +98,25 @@ class Layout:
     """(pattern, replacement) pairs that convert names of other versions to the names in `rows`."""
 
 
-def _torchvision() -> Layout:
+def _torchvision() -> WeightsLayout:
     block = "encoder.layers.encoder_layer_{n}"
-    return Layout(
+    return WeightsLayout(
         "torchvision",
         "encoder.layers.encoder_layer_",
         {
-            "cls_token": Row(("class_token",)),
-            "pos_embed": Row(("encoder.pos_embedding",)),
-            "patch_embed.proj.{p}": Row(("conv_proj.{p}",)),
-            "blocks.{n}.norm1.{p}": Row((f"{block}.ln_1.{{p}}",)),
-            "blocks.{n}.attn.qkv.weight": Row((f"{block}.self_attention.in_proj_weight",)),
-            "blocks.{n}.attn.qkv.bias": Row((f"{block}.self_attention.in_proj_bias",)),
-            "blocks.{n}.attn.proj.{p}": Row((f"{block}.self_attention.out_proj.{{p}}",)),
-            "blocks.{n}.norm2.{p}": Row((f"{block}.ln_2.{{p}}",)),
-            "blocks.{n}.mlp.fc1.{p}": Row((f"{block}.mlp.0.{{p}}",)),
-            "blocks.{n}.mlp.fc2.{p}": Row((f"{block}.mlp.3.{{p}}",)),
-            "norm.{p}": Row(("encoder.ln.{p}",)),
-            "pre_logits.fc.{p}": Row(("heads.pre_logits.{p}",)),
-            "head.{p}": Row(("heads.head.{p}",)),
+            "cls_token": LayoutRow(("class_token",)),
+            "pos_embed": LayoutRow(("encoder.pos_embedding",)),
+            "patch_embed.proj.{p}": LayoutRow(("conv_proj.{p}",)),
+            "blocks.{n}.norm1.{p}": LayoutRow((f"{block}.ln_1.{{p}}",)),
+            "blocks.{n}.attn.qkv.weight": LayoutRow((f"{block}.self_attention.in_proj_weight",)),
+            "blocks.{n}.attn.qkv.bias": LayoutRow((f"{block}.self_attention.in_proj_bias",)),
+            "blocks.{n}.attn.proj.{p}": LayoutRow((f"{block}.self_attention.out_proj.{{p}}",)),
+            "blocks.{n}.norm2.{p}": LayoutRow((f"{block}.ln_2.{{p}}",)),
+            "blocks.{n}.mlp.fc1.{p}": LayoutRow((f"{block}.mlp.0.{{p}}",)),
+            "blocks.{n}.mlp.fc2.{p}": LayoutRow((f"{block}.mlp.3.{{p}}",)),
+            "norm.{p}": LayoutRow(("encoder.ln.{p}",)),
+            "pre_logits.fc.{p}": LayoutRow(("heads.pre_logits.{p}",)),
+            "head.{p}": LayoutRow(("heads.head.{p}",)),
         },
         sign=r"conv_proj\.weight|encoder\.pos_embedding",
         other_names=(
@@ -128,25 +129,25 @@ def _torchvision() -> Layout:
     )
 
 
-def _huggingface() -> Layout:
+def _huggingface() -> WeightsLayout:
     block = "vit.encoder.layer.{n}"
     attention = f"{block}.attention"
     qkv = tuple(f"{attention}.attention.{name}.{{p}}" for name in ("query", "key", "value"))
-    return Layout(
+    return WeightsLayout(
         "huggingface",
         "vit.encoder.layer.",
         {
-            "cls_token": Row(("vit.embeddings.cls_token",)),
-            "pos_embed": Row(("vit.embeddings.position_embeddings",)),
-            "patch_embed.proj.{p}": Row(("vit.embeddings.patch_embeddings.projection.{p}",)),
-            "blocks.{n}.norm1.{p}": Row((f"{block}.layernorm_before.{{p}}",)),
-            "blocks.{n}.attn.qkv.{p}": Row(qkv),
-            "blocks.{n}.attn.proj.{p}": Row((f"{attention}.output.dense.{{p}}",)),
-            "blocks.{n}.norm2.{p}": Row((f"{block}.layernorm_after.{{p}}",)),
-            "blocks.{n}.mlp.fc1.{p}": Row((f"{block}.intermediate.dense.{{p}}",)),
-            "blocks.{n}.mlp.fc2.{p}": Row((f"{block}.output.dense.{{p}}",)),
-            "norm.{p}": Row(("vit.layernorm.{p}",)),
-            "head.{p}": Row(("classifier.{p}",)),
+            "cls_token": LayoutRow(("vit.embeddings.cls_token",)),
+            "pos_embed": LayoutRow(("vit.embeddings.position_embeddings",)),
+            "patch_embed.proj.{p}": LayoutRow(("vit.embeddings.patch_embeddings.projection.{p}",)),
+            "blocks.{n}.norm1.{p}": LayoutRow((f"{block}.layernorm_before.{{p}}",)),
+            "blocks.{n}.attn.qkv.{p}": LayoutRow(qkv),
+            "blocks.{n}.attn.proj.{p}": LayoutRow((f"{attention}.output.dense.{{p}}",)),
+            "blocks.{n}.norm2.{p}": LayoutRow((f"{block}.layernorm_after.{{p}}",)),
+            "blocks.{n}.mlp.fc1.{p}": LayoutRow((f"{block}.intermediate.dense.{{p}}",)),
+            "blocks.{n}.mlp.fc2.{p}": LayoutRow((f"{block}.output.dense.{{p}}",)),
+            "norm.{p}": LayoutRow(("vit.layernorm.{p}",)),
+            "head.{p}": LayoutRow(("classifier.{p}",)),
         },
         sign=r"(vit\.)?embeddings\.patch_embeddings\.projection\.weight",
         dropped=("vit.pooler.", "vit.embeddings.mask_token", "decoder."),
@@ -164,20 +165,20 @@ def _huggingface() -> Layout:
     )
 
 
-def _npz() -> Layout:
+def _npz() -> WeightsLayout:
     block = "Transformer/encoderblock_{n}"
     attention = f"{block}/MultiHeadDotProductAttention_1"
     kernels = tuple(f"{attention}/{name}/kernel" for name in ("query", "key", "value"))
     biases = tuple(f"{attention}/{name}/bias" for name in ("query", "key", "value"))
     rows = {
-        "cls_token": Row(("cls",)),
-        "pos_embed": Row(("Transformer/posembed_input/pos_embedding",)),
-        "patch_embed.proj.weight": Row(("embedding/kernel",), "conv"),
-        "patch_embed.proj.bias": Row(("embedding/bias",)),
-        "blocks.{n}.attn.qkv.weight": Row(kernels, "to_heads"),
-        "blocks.{n}.attn.qkv.bias": Row(biases, "to_heads"),
-        "blocks.{n}.attn.proj.weight": Row((f"{attention}/out/kernel",), "from_heads"),
-        "blocks.{n}.attn.proj.bias": Row((f"{attention}/out/bias",)),
+        "cls_token": LayoutRow(("cls",)),
+        "pos_embed": LayoutRow(("Transformer/posembed_input/pos_embedding",)),
+        "patch_embed.proj.weight": LayoutRow(("embedding/kernel",), "conv"),
+        "patch_embed.proj.bias": LayoutRow(("embedding/bias",)),
+        "blocks.{n}.attn.qkv.weight": LayoutRow(kernels, "to_heads"),
+        "blocks.{n}.attn.qkv.bias": LayoutRow(biases, "to_heads"),
+        "blocks.{n}.attn.proj.weight": LayoutRow((f"{attention}/out/kernel",), "from_heads"),
+        "blocks.{n}.attn.proj.bias": LayoutRow((f"{attention}/out/bias",)),
     }
     linear = {
         "blocks.{n}.mlp.fc1": f"{block}/MlpBlock_3/Dense_0",
@@ -191,12 +192,12 @@ def _npz() -> Layout:
         "norm": "Transformer/encoder_norm",
     }
     for ours, theirs in linear.items():
-        rows[f"{ours}.weight"] = Row((f"{theirs}/kernel",), "linear")
-        rows[f"{ours}.bias"] = Row((f"{theirs}/bias",))
+        rows[f"{ours}.weight"] = LayoutRow((f"{theirs}/kernel",), "linear")
+        rows[f"{ours}.bias"] = LayoutRow((f"{theirs}/bias",))
     for ours, theirs in norms.items():
-        rows[f"{ours}.weight"] = Row((f"{theirs}/scale",))
-        rows[f"{ours}.bias"] = Row((f"{theirs}/bias",))
-    return Layout(
+        rows[f"{ours}.weight"] = LayoutRow((f"{theirs}/scale",))
+        rows[f"{ours}.bias"] = LayoutRow((f"{theirs}/bias",))
+    return WeightsLayout(
         "npz",
         "Transformer/encoderblock_",
         rows,
@@ -216,27 +217,27 @@ def _npz() -> Layout:
     )
 
 
-def _mmpretrain() -> Layout:
+def _mmpretrain() -> WeightsLayout:
     block = "layers.{n}"
-    return Layout(
+    return WeightsLayout(
         "mmpretrain",
         "layers.",
         {
-            **{name: Row((name,)) for name in ("cls_token", "dist_token", "pos_embed")},
-            "patch_embed.proj.{p}": Row(("patch_embed.projection.{p}",)),
-            "blocks.{n}.norm1.{p}": Row((f"{block}.ln1.{{p}}",)),
-            "blocks.{n}.attn.qkv.{p}": Row((f"{block}.attn.qkv.{{p}}",)),
-            "blocks.{n}.attn.proj.{p}": Row((f"{block}.attn.proj.{{p}}",)),
-            "blocks.{n}.ls1.gamma": Row((f"{block}.attn.gamma1.weight",)),
-            "blocks.{n}.norm2.{p}": Row((f"{block}.ln2.{{p}}",)),
-            "blocks.{n}.mlp.fc1.{p}": Row((f"{block}.ffn.layers.0.0.{{p}}",)),
-            "blocks.{n}.mlp.fc2.{p}": Row((f"{block}.ffn.layers.1.{{p}}",)),
-            "blocks.{n}.ls2.gamma": Row((f"{block}.ffn.gamma2.weight",)),
-            "norm.{p}": Row(("ln1.{p}",)),
-            "fc_norm.{p}": Row(("ln2.{p}",)),
-            "pre_logits.fc.{p}": Row(("head.layers.pre_logits.{p}",)),
-            "head.{p}": Row(("head.layers.head.{p}",)),
-            "head_dist.{p}": Row(("head.layers.head_dist.{p}",)),
+            **{name: LayoutRow((name,)) for name in ("cls_token", "dist_token", "pos_embed")},
+            "patch_embed.proj.{p}": LayoutRow(("patch_embed.projection.{p}",)),
+            "blocks.{n}.norm1.{p}": LayoutRow((f"{block}.ln1.{{p}}",)),
+            "blocks.{n}.attn.qkv.{p}": LayoutRow((f"{block}.attn.qkv.{{p}}",)),
+            "blocks.{n}.attn.proj.{p}": LayoutRow((f"{block}.attn.proj.{{p}}",)),
+            "blocks.{n}.ls1.gamma": LayoutRow((f"{block}.attn.gamma1.weight",)),
+            "blocks.{n}.norm2.{p}": LayoutRow((f"{block}.ln2.{{p}}",)),
+            "blocks.{n}.mlp.fc1.{p}": LayoutRow((f"{block}.ffn.layers.0.0.{{p}}",)),
+            "blocks.{n}.mlp.fc2.{p}": LayoutRow((f"{block}.ffn.layers.1.{{p}}",)),
+            "blocks.{n}.ls2.gamma": LayoutRow((f"{block}.ffn.gamma2.weight",)),
+            "norm.{p}": LayoutRow(("ln1.{p}",)),
+            "fc_norm.{p}": LayoutRow(("ln2.{p}",)),
+            "pre_logits.fc.{p}": LayoutRow(("head.layers.pre_logits.{p}",)),
+            "head.{p}": LayoutRow(("head.layers.head.{p}",)),
+            "head_dist.{p}": LayoutRow(("head.layers.head_dist.{p}",)),
         },
         sign=r"patch_embed\.projection\.weight",
         dropped=("mask_token",),
@@ -247,9 +248,11 @@ def _mmpretrain() -> Layout:
     )
 
 
-_MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token"))
+_MAE = WeightsLayout(
+    "mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token")
+)
 """The layout of MAE's pre-training weights: timm's names and a decoder."""
-_DINOV2 = Layout(
+_DINOV2 = WeightsLayout(
     "dinov2",
     "blocks.",
     {},
@@ -262,7 +265,7 @@ _DINOV2 = Layout(
     ),
 )
 """The layout of DINOv2's backbones: timm's names and a mask token."""
-_DINO = Layout(
+_DINO = WeightsLayout(
     "dino",
     "blocks.",
     {},
@@ -295,7 +298,7 @@ def family_of(names: Iterable[str]) -> str:
     return FAMILIES.get(_first_sign(FAMILIES, names), "")
 
 
-def layout_of(names: Iterable[str]) -> Layout | None:
+def layout_of(names: Iterable[str]) -> WeightsLayout | None:
     """Return the layout that uses `names`, or None if the names are timm's or unknown."""
     by_sign = {layout.sign: layout for layout in LAYOUTS.values()}
     return by_sign.get(_first_sign(by_sign, names))
@@ -352,7 +355,9 @@ def _first_sign(signs: Iterable[str], names: Iterable[str]) -> str:
     return next((sign for sign in signs if re.search(rf"(?m)^(?:{sign})$", text)), "")
 
 
-def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def to_ours(
+    layout: WeightsLayout, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights under this project's names, and a note about dropped weights.
 
     Weights without a row keep their names, so that `load_weights` reports them as unknown.
@@ -373,7 +378,7 @@ def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Te
 
 
 def from_ours(
-    layout: Layout, weights: Mapping[str, Tensor], num_heads: int
+    layout: WeightsLayout, weights: Mapping[str, Tensor], num_heads: int
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights under the other program's names, and the names that have no row."""
     remaining = dict(weights)
@@ -394,7 +399,9 @@ def _one_of_each_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{begin}Transformer/encoderblock_{n}/{end}": block for n, block in enumerate(tensor)}
 
 
-def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[str, Row]]:
+def _each(
+    layout: WeightsLayout, names: Iterable[str], begin: str
+) -> Iterator[tuple[str, LayoutRow]]:
     """Yield all rows for the blocks in `names`, with block numbers and parts filled in.
 
     begin: the prefix of `names` before the block number.
@@ -405,4 +412,4 @@ def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[st
         for number in range(max(numbers, default=-1) + 1) if "{n}" in ours else (0,):
             for part in ("weight", "bias") if "{p}" in ours else ("",):
                 theirs = tuple(name.format(n=number, p=part) for name in row.theirs)
-                yield ours.format(n=number, p=part), Row(theirs, row.turn)
+                yield ours.format(n=number, p=part), LayoutRow(theirs, row.turn)

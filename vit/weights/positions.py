@@ -21,7 +21,7 @@ from vit.system.files import WeightsError
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 
 
-class Reading(NamedTuple):
+class PositionReading(NamedTuple):
     """A possible meaning of a number of positions."""
 
     grid: tuple[int, int]
@@ -39,7 +39,7 @@ def readings(
     target: Mapping[str, Tensor],
     model_grid: tuple[int, int],
     stated: tuple[int, int] | None,
-) -> list[Reading]:
+) -> list[PositionReading]:
     """List the possible meanings of the source's positions, the most likely first; [] if none fits.
 
     If the file states a grid, no other grid is possible. Otherwise the model's own number of prefix
@@ -57,7 +57,7 @@ def readings(
     # In DINOv2's own files, registers have no positions, but the class token has one.
     prefixes = (own, *reversed(_last_positions(tokens).values()), 0)
     found = [
-        Reading(grid, prefix)
+        PositionReading(grid, prefix)
         for prefix in prefixes
         for grid in (
             [model_grid, (math.isqrt(max(length - prefix, 1)),) * 2] if stated is None else [stated]

@@ -169,7 +169,7 @@ LACKS = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProgramModel:
     """A trained model to export, with its config."""
 
     model: Any
@@ -236,7 +236,7 @@ def _unknown_fields(model: ModelConfig) -> list[str]:
     ]
 
 
-def timm_config(subject: Subject) -> dict[str, Any]:
+def timm_config(subject: ProgramModel) -> dict[str, Any]:
     """Return a `config.json` that lets timm and transformers open the weights of `subject`.
 
     timm must not be `lacking` a feature of the model. Sizes are passed as arguments, so any ViT
@@ -275,7 +275,7 @@ def _exif_entry(view: View) -> dict[str, Any]:
     return {"apply_exif": True} if view.apply_exif else {}
 
 
-def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
+def _timm_arguments(subject: ProgramModel) -> tuple[str, dict[str, Any]]:
     """Return the most similar timm model name, and the arguments for the sizes of `subject`."""
     model = subject.model
     section = subject.config.model
@@ -340,7 +340,7 @@ _TIMM_NAMES: tuple[str, ...] = (
 _TIMM_DISTILLED = tuple(f"deit_{size}_distilled_patch16_224" for size in ("base", "tiny", "small"))
 
 
-def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
+def huggingface_configs(subject: ProgramModel) -> dict[str, dict[str, Any]]:
     """Return both config files for transformers' ViTForImageClassification, keyed by file name."""
     model = subject.model
     view = subject.view

@@ -29,7 +29,7 @@ from vit.inference.predictor import load
 from vit.model import create_model
 from vit.system.files import WeightsError, sha256_of
 from vit.weights.files import load_weights, read_weights
-from vit.weights.programs import LACKS, PROGRAMS, Subject, View, lacking
+from vit.weights.programs import LACKS, PROGRAMS, ProgramModel, View, lacking
 from vit.weights.published import with_published_config
 
 NAMES = ["apple", "bee | wasp", "fig"]
@@ -42,7 +42,7 @@ def config_of(model: dict, **sections: Any):
     return from_dict({**least, "model": {**TINY, **model}, **sections}, "test")
 
 
-def subject_of(model: dict | None = None, **sections: Any) -> Subject:
+def subject_of(model: dict | None = None, **sections: Any) -> ProgramModel:
     config = config_of(model or {}, **sections)
     network = create_model(config.model, num_classes=len(NAMES)).eval()
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ def subject_of(model: dict | None = None, **sections: Any) -> Subject:
         for parameter in network.parameters():
             spread = 0.5 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
             parameter.normal_(0, spread, generator=generator)
-    return Subject(network, config, len(NAMES), NAMES)
+    return ProgramModel(network, config, len(NAMES), NAMES)
 
 
 def photo(path: Path) -> None:
@@ -60,7 +60,7 @@ def photo(path: Path) -> None:
     Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
 
 
-def own_logits(subject: Subject, path: Path) -> torch.Tensor:
+def own_logits(subject: ProgramModel, path: Path) -> torch.Tensor:
     """Return the logits of our model for the photo, preprocessed as in our evaluation."""
     config = subject.config
     size = config.model.height_width()

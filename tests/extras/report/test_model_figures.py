@@ -30,7 +30,7 @@ from vit.extras.report.attention import (
     token_colors,
     token_features,
 )
-from vit.extras.report.example_images import Samples, samples_of_split
+from vit.extras.report.example_images import ExampleImages, samples_of_split
 from vit.extras.report.model_comparison import Compared, _differing, compare
 from vit.model import VisionTransformer, create_model
 from vit.system import drawing as style
@@ -318,9 +318,9 @@ def test_models_with_different_classes_are_not_compared():
     one = SimpleNamespace(class_names=("a", "b"), weights=SimpleNamespace(path="one"))
     other = SimpleNamespace(class_names=("a", "c"), weights=SimpleNamespace(path="other"))
     with pytest.raises(ValueError, match="one and other have different classes"):
-        compare((one, other), Samples([], []))
+        compare((one, other), ExampleImages([], []))
     with pytest.raises(ValueError, match="image files have no labels"):
-        compare((one, one), Samples([], []))
+        compare((one, one), ExampleImages([], []))
 
 
 def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn, monkeypatch):

@@ -48,7 +48,7 @@ NO_BUCKET = "bucket does not exist"
 T = TypeVar("T")
 
 
-class Kind(NamedTuple):
+class StoreKind(NamedTuple):
     """A kind of object store, in which objects become visible only when they are complete."""
 
     package: str
@@ -61,13 +61,15 @@ class Kind(NamedTuple):
 
 # Multipart transfers take up to 4 x 16 MiB of memory per worker. With the defaults of s3fs, they
 # would take 10 x 50 MB.
-S3 = Kind(
+S3 = StoreKind(
     "s3fs",
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (FSSPEC_S3_ANON=true reads public"
     " buckets without)",
     {"chunksize": 16 << 20, "max_concurrency": 4},
 )
-GS = Kind("gcsfs", "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`", {})
+GS = StoreKind(
+    "gcsfs", "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`", {}
+)
 KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
 
 

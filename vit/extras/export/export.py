@@ -39,7 +39,7 @@ from vit.weights.class_names import check_head
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.layouts import LAYOUTS, from_ours, to_ours
 from vit.weights.positions import readings
-from vit.weights.programs import PROGRAMS, Subject, huggingface_configs, lacking, timm_config
+from vit.weights.programs import PROGRAMS, ProgramModel, huggingface_configs, lacking, timm_config
 from vit.weights.published import with_published_config
 from vit.weights.save import save_weights
 from vit.weights.transformers_config import ODD_MARGINS
@@ -52,7 +52,7 @@ ONNX_FILE_BYTES = 2**31 - 2**20
 file."""
 
 
-def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeights, str]:
+def read_subject(path: str, model_name: str | None) -> tuple[ProgramModel, LoadedWeights, str]:
     """Return the model to export, its loaded weights, and a description of published weights.
 
     path: a run, a checkpoint, or another library's file or folder. model_name: the timm name of the
@@ -83,7 +83,7 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
         config = config_io.with_settings(config, {"model.image_size": size})
         model = create_model(config.model, num_classes=loaded.num_classes)
     notes = load_weights(model, loaded.weights, loaded.grid_size)
-    subject = Subject(model.eval(), config, loaded.num_classes, loaded.class_names or [])
+    subject = ProgramModel(model.eval(), config, loaded.num_classes, loaded.class_names or [])
     return subject, replace(loaded, notes=(*loaded.notes, *notes)), published
 
 
@@ -105,7 +105,7 @@ def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     return height * rows // grid[0], width * columns // grid[1]
 
 
-def check_holds(target: str, subject: Subject) -> None:
+def check_holds(target: str, subject: ProgramModel) -> None:
     """Raise WeightsError if the library that opens `target` does not support a part of the model.
 
     target: a library, or `hub`, where timm opens the folder. The error lists the unsupported parts,
@@ -122,7 +122,7 @@ def check_holds(target: str, subject: Subject) -> None:
 
 
 def export(
-    program: str, subject: Subject, origin: Origin, folder: Path, *, replaces: bool = False
+    program: str, subject: ProgramModel, origin: Origin, folder: Path, *, replaces: bool = False
 ) -> list[str]:
     """Write the folder atomically, and return lines that describe its files.
 
@@ -163,7 +163,7 @@ def _umask() -> int:
     return bits
 
 
-def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
+def _fill(program: str, subject: ProgramModel, origin: Origin, folder: Path) -> list[str]:
     if program == "onnx":
         path, lines = _write_onnx(subject, folder)
     else:
@@ -186,7 +186,7 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
     return [*lines, *(f"sha256 of {name}: {sha256}" for name, sha256 in hashes.items())]
 
 
-def _write_weights(subject: Subject, folder: Path, program: str) -> tuple[Path, list[str]]:
+def _write_weights(subject: ProgramModel, folder: Path, program: str) -> tuple[Path, list[str]]:
     """Write the weights and config files for a library that loads tensors by name."""
     weights = subject.model.state_dict()
     line = f"{len(weights)} weights under their names in timm, which are ours"
@@ -207,7 +207,7 @@ def _write_weights(subject: Subject, folder: Path, program: str) -> tuple[Path, 
     return path, [line, ODD_MARGINS] if crops else [line]
 
 
-def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
+def _renamed(program: str, subject: ProgramModel) -> tuple[dict[str, Tensor], str]:
     """Rename the weights for `program`, and check that the renaming can be reversed exactly."""
     ours = subject.model.state_dict()
     theirs, unmapped = from_ours(LAYOUTS[program], ours, subject.model.blocks[0].attn.num_heads)
@@ -222,7 +222,7 @@ def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
     return theirs, f"{line} equal to the bit"
 
 
-def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+def _write_onnx(subject: ProgramModel, folder: Path) -> tuple[Path, list[str]]:
     """Write a graph for batches of any size, and compare onnxruntime's logits with the model's."""
     try:
         import onnx

@@ -17,7 +17,7 @@ from shlex import quote
 from vit.extras.export.model_card import with_photo
 from vit.system.files import WeightsError
 from vit.system.redact import keep_secret
-from vit.weights.programs import Subject
+from vit.weights.programs import ProgramModel
 
 APP = '''"""Classify photos in the browser.
 
@@ -89,7 +89,7 @@ def check_repository(name: str) -> None:
         ) from None
 
 
-def write_app(folder: Path, subject: Subject, title: str) -> None:
+def write_app(folder: Path, subject: ProgramModel, title: str) -> None:
     """Write app.py and requirements.txt."""
     app = with_photo(APP, subject, "path").replace("<TITLE>", repr(title))
     (folder / "app.py").write_text(app, encoding="utf-8")

@@ -22,7 +22,7 @@ from vit.system.redact import shown
 from vit.training.metrics import format_top5, interval95
 from vit.training.model_summary import count_parameters
 from vit.weights.hub import in_words
-from vit.weights.programs import Subject
+from vit.weights.programs import ProgramModel
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Origin:
         return self.source or (self.start or {}).get("init_source")
 
 
-def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[str, str]) -> str:
+def model_card(
+    program: str, subject: ProgramModel, origin: Origin, hashes: Mapping[str, str]
+) -> str:
     """Return the text of README.md. hashes: the sha256 of each weights file, by file name."""
     config = subject.config
     height, width = config.model.height_width()
@@ -128,7 +130,7 @@ A Vision Transformer for image classification.
 {app}{recipe}"""
 
 
-def _measured(subject: Subject, origin: Origin) -> str:
+def _measured(subject: ProgramModel, origin: Origin) -> str:
     """Return the front matter lines about the measured accuracy, or ""."""
     top1 = (origin.evaluation or {}).get("top1_ema" if origin.averaged else "top1")
     if top1 is None:
@@ -162,7 +164,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _data(subject: Subject, origin: Origin) -> str:
+def _data(subject: ProgramModel, origin: Origin) -> str:
     if origin.published:
         return "not known"
     data = subject.config.data
@@ -222,7 +224,7 @@ for number in share.argsort(descending=True)[:5].tolist():
 """
 
 
-def opening_code(program: str, subject: Subject, repository: str = "") -> str:
+def opening_code(program: str, subject: ProgramModel, repository: str = "") -> str:
     """Return Python code that loads the current folder, or `repository` from the Hugging Face Hub
     with timm, and classifies `photo.jpg`."""
     code = with_photo(FORMATS[program].code, subject, '"photo.jpg"')
@@ -259,7 +261,7 @@ def opening_code(program: str, subject: Subject, repository: str = "") -> str:
     return code.strip() + "\n" + _TOP
 
 
-def with_photo(code: str, subject: Subject, path: str) -> str:
+def with_photo(code: str, subject: ProgramModel, path: str) -> str:
     """Replace <PHOTO> in `code` by an expression that opens the image `path` for the model."""
     opened = f"Image.open({path})"
     if subject.view.apply_exif:

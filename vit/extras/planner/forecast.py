@@ -49,7 +49,7 @@ GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
-class Stage:
+class SizeStage:
     """A stage of a run with one image size."""
 
     image_size: tuple[int, int]
@@ -81,7 +81,7 @@ class Forecast:
     """The work to evaluate one image."""
     teacher_flops: float
     """The FLOPs of the teacher's forward pass for one image, or 0 without a teacher."""
-    stages: tuple[Stage, ...]
+    stages: tuple[SizeStage, ...]
     """The stages of the run, one for each image size. The last stage ends with the run."""
     train_flops: int
     """The FLOPs of training on one image, without repeated ones."""
@@ -197,7 +197,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
     stages = tuple(
-        Stage(size, stop, image_s(_train_work(config, plan, model, size)) + further_s)
+        SizeStage(size, stop, image_s(_train_work(config, plan, model, size)) + further_s)
         for stop, size in (*ends, (plan.total_steps, form.size))
     )
     memory = step_memory(config, plan, data.num_classes)

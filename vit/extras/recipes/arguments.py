@@ -57,11 +57,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """Maps the types of arguments to options of argparse."""
 
 
-class Loader(yaml.SafeLoader):
+class NumberLoader(yaml.SafeLoader):
     """A YAML 1.1 loader in which `1e-3` is a number, as it is for argparse."""
 
 
-Loader.add_implicit_resolver(
+NumberLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
@@ -89,7 +89,7 @@ class Argument(NamedTuple):
         return long[0].lstrip("-").replace("-", "_")
 
 
-class Table(NamedTuple):
+class ArgumentTable(NamedTuple):
     """All arguments of a script."""
 
     program: str
@@ -113,7 +113,7 @@ class Table(NamedTuple):
 class ParsedArguments(NamedTuple):
     """The values of all arguments for one command."""
 
-    table: Table
+    table: ArgumentTable
     values: Mapping[str, Any]
     stated: frozenset[str]
     """The names of the arguments in the command. All other arguments have their defaults."""
@@ -121,11 +121,13 @@ class ParsedArguments(NamedTuple):
     """A sentence for each abbreviated flag. A newer version may have another flag of that name."""
 
 
-def make_table(program: str, source: str, recipe: str, places: str) -> Table:
+def make_table(program: str, source: str, recipe: str, places: str) -> ArgumentTable:
     """Parse the two tables of a script: `recipe`, and `places` for paths, logging and devices."""
     lines = [(line, True) for line in recipe.splitlines()]
     lines += [(line, False) for line in places.splitlines()]
-    return Table(program, source, tuple(_argument(*line) for line in lines if line[0].strip()))
+    return ArgumentTable(
+        program, source, tuple(_argument(*line) for line in lines if line[0].strip())
+    )
 
 
 def _argument(line: str, in_recipe: bool) -> Argument:
@@ -153,7 +155,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{self.prog}: {message}")
 
 
-def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
+def read_words(table: ArgumentTable, tokens: Sequence[str]) -> ParsedArguments:
     """Parse the arguments of a command.
 
     Raises a ValueError that lists every value of the wrong type, and every unknown flag with the
@@ -194,7 +196,7 @@ def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
     return ParsedArguments(table, {**table.defaults(), **stated}, frozenset(stated), shortened)
 
 
-def _shortened(table: Table, tokens: Sequence[str]) -> tuple[str, ...]:
+def _shortened(table: ArgumentTable, tokens: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence for each flag that argparse completes."""
     flags = [flag for argument in table.arguments for flag in argument.flags]
     typed = [token.partition("=")[0] for token in tokens if re.match("--[a-z]", token)]
@@ -218,13 +220,13 @@ def _value(kind: type[int | float | str], flag: str, problems: list[str], text: 
     return value
 
 
-def read_yaml(table: Table, text: str, path: Path) -> ParsedArguments:
+def read_yaml(table: ArgumentTable, text: str, path: Path) -> ParsedArguments:
     """Parse the arguments in `text`, the content of the YAML file `path`.
 
     Raises a ValueError that lists every unknown key with the closest known key.
     """
     try:
-        values = yaml.load(text, Loader)
+        values = yaml.load(text, NumberLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -240,7 +242,7 @@ def read_yaml(table: Table, text: str, path: Path) -> ParsedArguments:
     return ParsedArguments(table, {**defaults, **values}, frozenset(values))
 
 
-def _unknown(table: Table, unparsed: Sequence[str]) -> str:
+def _unknown(table: ArgumentTable, unparsed: Sequence[str]) -> str:
     flags = [flag for argument in table.arguments for flag in argument.flags]
     named = [word.partition("=")[0] for word in unparsed if word.startswith("-")]
     if not named:
@@ -270,4 +272,4 @@ def _setting(name: str) -> str:
 def _pairs(assignments: Sequence[str]) -> dict[str, Any]:
     """Parse `a=1 b=x` as timm's ParseKwargs does."""
     parts = (assignment.partition("=") for assignment in assignments)
-    return {key: yaml.load(value, Loader) for key, _, value in parts}
+    return {key: yaml.load(value, NumberLoader) for key, _, value in parts}

@@ -17,9 +17,15 @@ from typing import Any
 
 import yaml
 
-from vit.extras.recipes.arguments import Argument, Loader, ParsedArguments, Table, make_table
+from vit.extras.recipes.arguments import (
+    Argument,
+    ArgumentTable,
+    NumberLoader,
+    ParsedArguments,
+    make_table,
+)
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
+from vit.extras.recipes.python_config import ConfigLeaves, Opaque, PythonConfig, flattened
 from vit.extras.recipes.rates import after_warmup, map_schedule
 from vit.extras.recipes.reading import Findings, Program, Reading, Settings, cannot, differs, same
 from vit.extras.recipes.timm_common import crop_pct_for, initial_weights, not_available, precision
@@ -106,15 +112,15 @@ def read_config(
         section = config
         for part in sections:
             section = section.setdefault(part, {})
-        section[name] = yaml.load(value, Loader)
+        section[name] = yaml.load(value, NumberLoader)
 
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
     model = leaves.get("model_name", "vit")
     if model != "vit":
         raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is supported")
-    table = Table("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
-    return ParsedArguments(table, Leaves(leaves), frozenset(leaves))
+    table = ArgumentTable("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
+    return ParsedArguments(table, ConfigLeaves(leaves), frozenset(leaves))
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> Settings:
@@ -129,7 +135,7 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> Settings:
             raise ValueError(
                 f"the config has no argument {name}: expected one of {', '.join(values)}"
             )
-        values[name] = type(values[name])(yaml.load(value, Loader)) if value else True
+        values[name] = type(values[name])(yaml.load(value, NumberLoader)) if value else True
     return values
 
 
@@ -216,7 +222,7 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")
         arguments = re.findall(r"[^,()=]+(?=[,)]|$)", inside) if inside else []
-        operations.append((name, [yaml.load(argument, Loader) for argument in arguments]))
+        operations.append((name, [yaml.load(argument, NumberLoader) for argument in arguments]))
     return operations
 
 

@@ -40,7 +40,7 @@ MAGNITUDE_STD = "augment.magnitude_std"
 """A setting of timm's policies. A policy of another program has no value for it."""
 
 
-class Difference(NamedTuple):
+class SettingDifference(NamedTuple):
     """A setting whose values differ between two recipes."""
 
     key: str
@@ -64,7 +64,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(path, overrides, used_here=False)
 
 
-def compare(first: Config, second: Config) -> list[Difference]:
+def compare(first: Config, second: Config) -> list[SettingDifference]:
     """Return the settings that differ, in order of importance. `run.dir` is ignored.
 
     If a config does not set a model setting, the default for the model's size is compared.
@@ -79,7 +79,7 @@ def compare(first: Config, second: Config) -> list[Difference]:
         if key == "run.dir" or old == new or is_unused:
             continue
         effect = effect_of(key, (old, new))
-        differences.append(Difference(key, old, new, effect.kind, effect.text))
+        differences.append(SettingDifference(key, old, new, effect.kind, effect.text))
 
     order = [kind for kind, _ in KINDS]
     return sorted(differences, key=lambda difference: order.index(difference.kind))
@@ -120,7 +120,7 @@ def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list
     ]
 
 
-def change_text(difference: Difference) -> str:
+def change_text(difference: SettingDifference) -> str:
     """Return `first value -> second value`."""
     values = (difference.first, difference.second)
     return " -> ".join(_shown(difference.key, value) for value in values)

@@ -352,7 +352,7 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
     return leaves
 
 
-class Leaves(dict[str, Any]):
+class ConfigLeaves(dict[str, Any]):
     """The values of a config, keyed by dotted path. Looking up a missing path raises ValueError."""
 
     def __missing__(self, key: str) -> Any:

@@ -15,19 +15,19 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from vit.config.hints import all_keys
-from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
+from vit.extras.recipes.arguments import Argument, ArgumentTable, ParsedArguments
 from vit.extras.recipes.command import Command
 
 Verdict = Literal["same", "differs", "cannot", "inert", "place"]
 Settings = dict[str, Any]
 """Settings of this project, keyed by dotted path."""
-Findings = Iterable["Finding"]
+Findings = Iterable["Mapped"]
 Handler = Callable[["Reading"], Findings]
 """A function that maps one or more arguments of a reading."""
 _KNOWN = frozenset(all_keys())
 
 
-class Finding(NamedTuple):
+class Mapped(NamedTuple):
     """The mapping of one or more arguments of the source project."""
 
     verdict: Verdict
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 def same(
     names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
-) -> Finding:
+) -> Mapped:
     """Return the finding that the arguments `names` (separated by spaces) equal `settings`.
 
     Args:
@@ -56,7 +56,7 @@ def same(
     return _finding("same", names, settings, text, note)
 
 
-def differs(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Finding:
+def differs(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Mapped:
     """Return the finding that the arguments `names` are similar to `settings`.
 
     text: the difference, or "" if they are the same.
@@ -64,7 +64,7 @@ def differs(names: str, text: str, settings: Mapping[str, Any] | None = None) ->
     return _finding("differs" if text else "same", names, settings, text)
 
 
-def cannot(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Finding:
+def cannot(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Mapped:
     """Return the finding that the arguments `names` have no equivalent.
 
     Args:
@@ -75,7 +75,7 @@ def cannot(names: str, text: str, settings: Mapping[str, Any] | None = None) -> 
     return _finding("cannot" if text else "same", names, settings, text)
 
 
-def inert(names: str, text: str) -> Finding:
+def inert(names: str, text: str) -> Mapped:
     """Return the finding that the arguments `names` have no effect in their project.
 
     text: the reason.
@@ -83,17 +83,17 @@ def inert(names: str, text: str) -> Finding:
     return _finding("inert", names, None, text)
 
 
-def same_if_used(is_used: bool, names: str, settings: Mapping[str, Any], reason: str) -> Finding:
+def same_if_used(is_used: bool, names: str, settings: Mapping[str, Any], reason: str) -> Mapped:
     """Return the finding that the arguments `names` equal `settings`, or why they are not used."""
     return same(names, settings) if is_used else inert(names, reason)
 
 
 def _finding(
     verdict: Verdict, names: str, settings: Mapping[str, Any] | None, text: str, note: str = ""
-) -> Finding:
+) -> Mapped:
     ours = {key: _plain(value) for key, value in (settings or {}).items()}
     comments = {next(iter(ours)): note} if note and ours else {}
-    return Finding(verdict, tuple(names.split()), ours, text, comments)
+    return Mapped(verdict, tuple(names.split()), ours, text, comments)
 
 
 def _plain(value: Any) -> Any:
@@ -122,7 +122,7 @@ class Reading(NamedTuple):
     program: Program
     source: str
     """The command, or the name of the config file."""
-    table: Table
+    table: ArgumentTable
     args: Mapping[str, Any]
     """The values by name."""
     stated: frozenset[str]
@@ -131,7 +131,7 @@ class Reading(NamedTuple):
     """The total number of GPUs, or None if it is unknown."""
     is_distributed: bool
     """Whether a launcher starts the processes."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Mapped, ...]
 
     @property
     def settings(self) -> Settings:
@@ -193,7 +193,7 @@ def _check(reading: Reading, recipe: set[str]) -> None:
     assert len(keys) == len(set(keys)), f"{where}: one of {keys} is set twice"
 
 
-def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]) -> Finding:
+def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]) -> Mapped:
     """Map `argument` by its rule (see `vit.extras.recipes.arguments`)."""
     name = argument.name
     names = reading.present(" ".join((name, *argument.flags)))

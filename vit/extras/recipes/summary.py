@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vit.config.io import dump_yaml, from_dict
 from vit.extras.recipes.importing import Imported
-from vit.extras.recipes.reading import Finding, Reading
+from vit.extras.recipes.reading import Mapped, Reading
 
 _ALWAYS = {
     "model.name",
@@ -98,7 +98,7 @@ def count(reading: Reading) -> dict[str, int]:
     return counts
 
 
-def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
+def _finding_lines(reading: Reading, finding: Mapped) -> list[str]:
     if not finding.settings and not finding.text:
         return []
     ours = ", ".join(f"{key}: {_shown(value)}" for key, value in finding.settings.items())

@@ -12,8 +12,8 @@ from vit.config.hints import sections
 from vit.config.optim_section import OptimizerConfig
 from vit.data.augment.table import AUTO_AUGMENT_SETS
 from vit.extras.recipes.reading import (
-    Finding,
     Findings,
+    Mapped,
     Reading,
     Settings,
     cannot,
@@ -80,7 +80,7 @@ def map_policy(reading: Reading) -> Findings:
     yield timm_policy("aa", reading.args["aa"], reading.args["train_interpolation"])
 
 
-def timm_policy(name: str, policy: str | None, interpolation: str) -> Finding:
+def timm_policy(name: str, policy: str | None, interpolation: str) -> Mapped:
     """Map the argument `name`, which selects timm's RandAugment, AutoAugment or 3-Augment.
 
     Args:
@@ -209,7 +209,7 @@ def map_repeats(reading: Reading, names: str, repeats: int, text: str) -> Findin
     yield same_if_used(reading.is_distributed, names, settings, text)
 
 
-def train_interpolation(theirs: str, text: str) -> Finding:
+def train_interpolation(theirs: str, text: str) -> Mapped:
     """Map `--train-interpolation`, whose value is `theirs`. text: the difference for modes that
     this project lacks."""
     ours = theirs if theirs in ("bicubic", "bilinear") else "bicubic"
@@ -384,7 +384,7 @@ def local_file(source: str) -> tuple[str, str]:
     return source.rpartition("/")[2], f"download {source}"
 
 
-def initial_weights(reading: Reading, theirs: str, source: str | None = None) -> Finding:
+def initial_weights(reading: Reading, theirs: str, source: str | None = None) -> Mapped:
     """Return the finding for the distribution of initial weights, which has no argument.
 
     Args:
@@ -403,7 +403,7 @@ def initial_weights(reading: Reading, theirs: str, source: str | None = None) ->
     return differs("", "" if settings and not theirs else text, settings)
 
 
-def precision(theirs: str) -> Finding:
+def precision(theirs: str) -> Mapped:
     """Return the finding for the precision, which has no argument.
 
     theirs: the source project's precision.

@@ -19,8 +19,8 @@ from vit.config.hints import all_keys
 from vit.extras.recipes.arguments import read_words
 from vit.extras.recipes.rates import map_schedule, timm_cosine, timm_step, timm_wsd
 from vit.extras.recipes.reading import (
-    Finding,
     Findings,
+    Mapped,
     Program,
     Reading,
     Settings,
@@ -467,7 +467,7 @@ def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: 
     )
 
 
-def _cooldown(reading: Reading) -> Finding:
+def _cooldown(reading: Reading) -> Mapped:
     cooldown = reading.args["cooldown_epochs"]
     if cooldown and min(reading.args["min_lr"], reading.settings["optim.lr"]) == 0:
         return differs(

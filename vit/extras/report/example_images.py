@@ -17,7 +17,7 @@ from vit.system.drawing import display_name
 
 
 @dataclass(frozen=True)
-class Samples:
+class ExampleImages:
     """The encoded images, with their names and, if known, their classes."""
 
     encoded: list[bytes]
@@ -40,7 +40,7 @@ class Samples:
         return torch.stack(views)
 
 
-def samples_of_files(paths: Sequence[str], num: int) -> Samples:
+def samples_of_files(paths: Sequence[str], num: int) -> ExampleImages:
     """Return the first `num` images of files, folders and tars. Raises ValueError if none exist."""
     places = find_inputs(paths).places[:num]
     encoded = []
@@ -49,12 +49,12 @@ def samples_of_files(paths: Sequence[str], num: int) -> Samples:
             encoded.append(place.read())
         except ValueError as error:
             raise ValueError(f"{place.name}: {error}") from None
-    return Samples(encoded, [place.name for place in places])
+    return ExampleImages(encoded, [place.name for place in places])
 
 
 def samples_of_split(
     trained: Trained, num: int, root: str | None = None, split: str | None = None
-) -> Samples:
+) -> ExampleImages:
     """Return up to `num` images of a split, from as many classes as possible.
 
     The choice is deterministic. The default is the run's validation split. Raises ValueError if the
@@ -71,7 +71,7 @@ def samples_of_split(
     chosen = pick_images(labels, None, num, 0)
     class_names = opened.class_names if any(opened.class_names) else trained.class_names
     names = [display_name(class_names, int(labels[sample])) for sample in chosen]
-    return Samples(
+    return ExampleImages(
         [opened.read(sample) for sample in chosen], names, [int(labels[n]) for n in chosen]
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vit.extras.report.attention import rollouts
-from vit.extras.report.example_images import Samples
+from vit.extras.report.example_images import ExampleImages
 from vit.extras.report.model_figures import overlaid
 from vit.inference.predictor import Trained
 from vit.system.drawing import SMALL_PT, Cell, cell_width_in, display_name, plot_cells, shorten
@@ -61,7 +61,7 @@ class Compared(NamedTuple):
 
 def compare(
     models: tuple[Trained, Trained],
-    samples: Samples,
+    samples: ExampleImages,
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Compared:
     """Compare two models. Raises ValueError if the classes differ or images have no labels."""
@@ -81,7 +81,7 @@ def compare(
     for number, trained in enumerate(models):
         for start in range(0, count, BATCH):
             rows = slice(start, start + BATCH)
-            part = Samples(samples.encoded[rows], samples.names[rows])
+            part = ExampleImages(samples.encoded[rows], samples.names[rows])
             inputs = trained.preprocess.normalize(part.pixels(trained))
             probabilities = trained(inputs).float().softmax(1).cpu()
             shares[number, rows], classes[number, rows] = probabilities.max(1)
@@ -92,7 +92,7 @@ def compare(
 
 
 def plot_comparison(
-    models: tuple[Trained, Trained], samples: Samples, compared: Compared, picture: Path
+    models: tuple[Trained, Trained], samples: ExampleImages, compared: Compared, picture: Path
 ) -> Path:
     """Draw images that only one model classifies correctly, with the attention of both models.
 
@@ -105,7 +105,7 @@ def plot_comparison(
             f"no difference to draw: both models classify the same"
             f" {int(compared.is_right[0].sum()):,} of {len(compared.labels):,} images correctly"
         )
-    part = Samples([samples.encoded[n] for n in chosen], [samples.names[n] for n in chosen])
+    part = ExampleImages([samples.encoded[n] for n in chosen], [samples.names[n] for n in chosen])
     shown = [part.pixels(trained) for trained in models]
     looks = []
     for trained, pixels in zip(models, shown, strict=True):

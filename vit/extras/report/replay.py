@@ -98,7 +98,7 @@ class ReplayedRow:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Several rows of a replayed batch, with their tensors on the host."""
 
     rows: list[ReplayedRow]
@@ -174,7 +174,7 @@ class Replay:
         """True if the losses of this step were recorded."""
         return bool(np.isfinite(self._values).any())
 
-    def pieces(self, num_rows: int | None = None) -> Iterator[Rows]:
+    def pieces(self, num_rows: int | None = None) -> Iterator[BatchRows]:
         """Yield the first `num_rows` rows, or all rows, in pieces."""
         requested = self.rows if num_rows is None else self.rows[:num_rows]
         unit = self._batches.row_unit
@@ -186,7 +186,7 @@ class Replay:
             made = self._make(first, stop)
             indices = [row - first for row in range(first, stop) if row in requested]
             rows = [made.rows[n] for n in indices]
-            yield Rows(rows, made.inputs[indices], made.targets[indices])
+            yield BatchRows(rows, made.inputs[indices], made.targets[indices])
 
     def _divided(self, start: dict[str, Any]) -> list[range]:
         """Return the rows of each rank. start: the attempt's `start` line in metrics.jsonl."""
@@ -196,14 +196,14 @@ class Replay:
         leaves = [leaves_of(rank, self.world_size, batch_size // micro) for rank in ranks]
         return [range(part.start * micro, part.stop * micro) for part in leaves]
 
-    def _make(self, first: int, stop: int) -> Rows:
+    def _make(self, first: int, stop: int) -> BatchRows:
         layout = self._batches.layout_at(self.position)
         piece = BatchLayout(stop - first, layout.image_format, layout.num_columns)
         batch = piece.batch_in(memoryview(bytearray(piece.num_bytes)))
         self._batches.fill(self.position, first, batch)
         on_device = batch.to(self.source.device)
         inputs, targets = self.source.augment(on_device.images, on_device.labels, batch.table)
-        return Rows(self._describe(batch, first), inputs.cpu(), targets.cpu())
+        return BatchRows(self._describe(batch, first), inputs.cpu(), targets.cpu())
 
     def _describe(self, batch: Batch, first: int) -> list[ReplayedRow]:
         config = self.source.config.augment
