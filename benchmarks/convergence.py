@@ -43,7 +43,7 @@ from measure import as_result, default_out, keep, machine, rows_of
 
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.system.drawing import BLUE, GRAY, ORANGE, drawing
+from vit.extras.report.drawing import BLUE, GRAY, ORANGE, drawing
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "benchmarks" / "inputs" / "digits_adamw.yaml"

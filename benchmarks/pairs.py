@@ -40,7 +40,7 @@ from measure import default_out, keep, machine
 
 from vit.config.io import load_config
 from vit.data.storage.opening import open_split
-from vit.system.drawing import BLUE, GRAY, drawing
+from vit.extras.report.drawing import BLUE, GRAY, drawing
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "benchmarks" / "inputs" / "digits_adamw.yaml"

@@ -32,8 +32,7 @@ from vit.inference.predict import predict
 from vit.inference.predictor import Trained, load
 from vit.run_folder.paths import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
-from vit.system.drawing import picture_format
-from vit.system.files import check_place
+from vit.system.files import check_place, picture_format
 from vit.system.meter import Meter
 from vit.system.optional import needed_for
 from vit.system.redact import escape_unprinted

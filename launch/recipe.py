@@ -30,13 +30,12 @@ from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.extras.recipes.difference import read_recipe
 from vit.extras.recipes.importing import import_recipe
-from vit.extras.recipes.preview import draw_curves, groups_table, in_words, steps_line
+from vit.extras.recipes.preview import curves_of, groups_table, in_words, steps_line
 from vit.extras.recipes.programs import PROGRAMS
 from vit.extras.recipes.rates import IMAGENET
 from vit.extras.recipes.summary import account, yaml_text
 from vit.system.command_line import Parser
-from vit.system.drawing import picture_format
-from vit.system.files import replacing, report_write_errors
+from vit.system.files import picture_format, replacing, report_write_errors
 from vit.system.optional import needed_for
 
 
@@ -78,11 +77,13 @@ def show(args: Namespace) -> World:
     Console(width=None if sys.stdout.isatty() else 100).print(groups_table(config))
     name = args.recipe.stem or args.recipe.name
     out = args.out or Path(f"recipe_{name}.png")
-    print(draw_curves(config, args.images_per_epoch, f"Recipe {name}", out))
+    with needed_for("show"):
+        from vit.extras.report.contact_sheet import make_contact_sheet
+        from vit.extras.report.recipe_curves import draw_curves
+    curves = curves_of(config, args.images_per_epoch)
+    print(draw_curves(config, f"Recipe {name}", out, *curves))
     try:
         sheet = out.with_stem(f"{out.stem}_augment")
-        with needed_for("the sheet"):
-            from vit.extras.report.contact_sheet import make_contact_sheet
         print(make_contact_sheet(config, 6, 4, sheet, world.device))
     except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0]

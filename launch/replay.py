@@ -25,7 +25,7 @@ from vit.extras.report.source import ReportSource
 from vit.run_folder.paths import METRICS_FILE, REPORT_FOLDER, newest_run
 from vit.run_folder.reading import local_copy
 from vit.system.command_line import Parser, parse_run_words
-from vit.system.drawing import picture_format
+from vit.system.files import picture_format
 
 TABLE_ROWS = 12
 

@@ -39,7 +39,7 @@ from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
 from vit.run_folder.paths import LATEST_FILE, METRICS_FILE, newest_run
 from vit.system.command_line import Parser, image_size
-from vit.system.drawing import picture_format
+from vit.system.files import picture_format
 from vit.system.meter import Meter
 from vit.system.optional import needed_for
 from vit.weights.files import read_weights

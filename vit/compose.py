@@ -67,8 +67,7 @@ class Extra:
             if instead is None:
                 raise
             return instead
-        parts: Parts = module.parts(config)
-        return parts
+        return module.parts(config)
 
 
 class MemoryAdvice(Hook):

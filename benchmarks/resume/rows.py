@@ -226,7 +226,7 @@ def write_table(rows: Rows, out: Path) -> None:
 
 def draw(rows: Rows, picture: Path) -> None:
     """Draw how many of the 96 steps after the first resume have equal batches and augmentation."""
-    from vit.system.drawing import BLUE, GRAY, drawing
+    from vit.extras.report.drawing import BLUE, GRAY, drawing
 
     names = [name for name in CONTESTANTS if name in rows]
     with drawing(picture, 1.2 + 0.32 * len(names), layout="constrained") as figure:

@@ -43,6 +43,7 @@ from vit.distributed.exit import problem_of
 from vit.distributed.outcome import OUTCOME_VARIABLE, read_outcome, tell_outcome
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import save_predictions
+from vit.extras.report.drawing import drawing
 from vit.hooks.sample_losses import SampleLosses
 from vit.inference.output import csv_file
 from vit.loggers.lines import read_lines
@@ -50,7 +51,6 @@ from vit.loggers.record import Record
 from vit.model import create_model
 from vit.run_folder.lock import RunLock
 from vit.run_folder.paths import METRICS_FILE, mark_stopped
-from vit.system.drawing import drawing
 from vit.training.plan import Plan
 from vit.weights.programs import ProgramModel
 

@@ -78,7 +78,6 @@ MOST_STRINGS = 15
 MOST_FILES = 12
 MOST_FOLDERS = 16
 NEEDS_TORCH = (
-    "vit.system.drawing",
     "vit.data.decode.crops",
     "vit.data.batches",
     "vit.data.create_loader",

@@ -25,9 +25,9 @@ from processes import TINY, environment, write_config
 from vit.config.io import load_config
 from vit.data.decode.images import decode
 from vit.data.shards.index_file import open_index
+from vit.extras.report.drawing import drawing
 from vit.hooks.sample_losses import read_epoch
 from vit.system import host, redact
-from vit.system.drawing import drawing
 from vit.system.files import private_folder
 
 ROOT = Path(__file__).parents[2]

@@ -26,6 +26,8 @@ from typing import Any, BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The error numbers for a full disk: no space, an exhausted quota, a file-size limit."""
+PICTURE_FORMATS = ("png", "pdf", "svg")
+"""The supported picture suffixes. `pdf` and `svg` are vector formats for papers."""
 
 
 class ShardError(ValueError):
@@ -300,3 +302,12 @@ def flush(path: Path) -> None:
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def picture_format(picture: Path) -> str:
+    """Return the format that the suffix of `picture` selects. Raises ValueError for other
+    suffixes."""
+    form = picture.suffix.lower().removeprefix(".")
+    if form not in PICTURE_FORMATS:
+        raise ValueError(f"{picture}: expected one of the suffixes {', '.join(PICTURE_FORMATS)}")
+    return form

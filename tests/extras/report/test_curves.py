@@ -12,8 +12,7 @@ from decoding import pixels, places
 from matplotlib.figure import Figure
 from PIL import Image
 
-from vit.extras.report import curves
-from vit.system import drawing
+from vit.extras.report import curves, drawing
 
 PLAN = {"global_batch_size": 12}
 

@@ -20,6 +20,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.config.io import load_config
+from vit.extras.report import drawing as style
 from vit.extras.report import model_figures
 from vit.extras.report.attention import (
     attention_distance,
@@ -30,11 +31,10 @@ from vit.extras.report.attention import (
     token_colors,
     token_features,
 )
+from vit.extras.report.drawing import drawing
 from vit.extras.report.example_images import ExampleImages, samples_of_split
 from vit.extras.report.model_comparison import Compared, _differing, compare
 from vit.model import VisionTransformer, create_model
-from vit.system import drawing as style
-from vit.system.drawing import drawing
 from vit.training.model_summary import count_parameters, flops_per_image
 from vit.weights.files import LoadedWeights
 

@@ -29,8 +29,8 @@ from vit.extras.report.confusion import (
     plot_confusion,
     plot_most_confused,
 )
+from vit.extras.report.drawing import BLUE, ORANGE, share_lines, shorten
 from vit.model import VisionTransformer
-from vit.system.drawing import BLUE, ORANGE, share_lines, shorten
 
 SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 NAMES = [f"the class of number {i}, which has a long name" for i in range(1000)]

@@ -7,8 +7,8 @@ images as ImageNet-1k, unless the number of images is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -24,7 +24,6 @@ from vit.extras.recipes.summary import wrapped
 from vit.model import create_model
 from vit.optim.groups import parameter_groups
 from vit.optim.schedule import weight_decay_at
-from vit.system.drawing import BLUE, GRAY, ORANGE, add_title, drawing
 
 POINTS = 1000
 """The number of points on each curve."""
@@ -64,49 +63,42 @@ def groups_table(config: Config) -> Table:
     return table
 
 
-def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> Path:
-    """Plot the learning rate, the weight decay and the `eval.reference` curve over epochs.
+class Curves(NamedTuple):
+    """The curves of a recipe over epochs."""
 
-    num_images: the number of images in an epoch. Returns `picture`. Raises ValueError if the
-    reference cannot be read.
+    times: list[float]
+    """The epochs at which rates and decays are given."""
+    rates: list[float]
+    """The learning rate at each time."""
+    decays: list[float]
+    """The weight decay at each time."""
+    reference: list[tuple[list[float], list[float]]]
+    """The epochs and top-1 in percent of each run of `eval.reference`; [] without one."""
+
+
+def curves_of(config: Config, num_images: int) -> Curves:
+    """Return the curves of `config`. num_images: the number of images in an epoch.
+
+    Raises ValueError if the reference cannot be read.
     """
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
-    total = round(epochs * per_epoch)
-    settings = flat(to_dict(config))
-    rate = our_rate(settings, per_epoch)
+    rate = our_rate(flat(to_dict(config)), per_epoch)
     times = [epochs * n / POINTS for n in range(POINTS)]
-    first = config.optim.weight_decay
     final = config.schedule.final_weight_decay
-    last = first if final is None else final
-    name = config.eval.reference
-    reference = None if name is None else read_reference(name)
-
-    with drawing(picture, 4.4, layout="constrained") as figure:
-        add_title(figure, title)
-        left, right, *reference_axes = figure.subplots(1, 2 if reference is None else 3)
-        left.plot(times, [rate(time) for time in times], color=BLUE)
-        left.set(title="Learning rate", xlabel="epoch", ylim=(0, None))
-        decays = [
-            weight_decay_at(int(time * per_epoch), first=first, final=last, total_steps=total)
-            for time in times
-        ]
-        right.plot(times, decays, color=ORANGE)
-        right.set(title="Weight decay", xlabel="epoch", ylim=(0, None))
-        for stage in config.schedule.image_sizes:
-            left.axvline(stage.until_epoch, color=GRAY, linestyle=":")
-        end = config.augment.mixup_off_epoch
-        if end is not None:
-            left.axvline(end, color=GRAY, linestyle=":")
-            left.annotate("mixing ends", (end, 0), rotation=90, color=GRAY, ha="right")
-        for axes in reference_axes:
-            assert reference is not None, "only a reference adds a third panel"
-            for run in reference.runs:
-                axes.plot(epochs * run["share"], run["top1"], color=GRAY, linewidth=1)
-            axes.set(
-                title="Reference, top-1 %", xlabel="epoch", xlim=left.get_xlim(), ylim=(0, 100)
-            )
-    return picture
+    decay = partial(
+        weight_decay_at,
+        first=config.optim.weight_decay,
+        final=config.optim.weight_decay if final is None else final,
+        total_steps=round(epochs * per_epoch),
+    )
+    runs = read_reference(config.eval.reference).runs if config.eval.reference else []
+    return Curves(
+        times,
+        rates=[rate(time) for time in times],
+        decays=[decay(int(time * per_epoch)) for time in times],
+        reference=[(list(epochs * run["share"]), list(run["top1"])) for run in runs],
+    )
 
 
 def steps_line(config: Config, num_images: int = IMAGENET) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.system.drawing import (
+from vit.extras.report.drawing import (
     ORANGE,
     SMALL_PT,
     add_title,

@@ -24,7 +24,7 @@ from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.open_data import choose_num_classes, open_split, open_train_set
 from vit.data.order import make_order
-from vit.system.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
+from vit.extras.report.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
 
 CAPTION_PT = 7.5
 

@@ -24,11 +24,21 @@ from numpy.typing import NDArray
 from vit.config.io import load_config
 from vit.config.schema import AugmentConfig
 from vit.data.augment.draw import mixes
+from vit.extras.report.drawing import (
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    SMALL_PT,
+    WIDTH_IN,
+    drawing,
+)
 from vit.extras.report.history import History, read_history, set_names
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.optim.norms import GRADIENT, LARGEST_LOGIT, RATIO, WEIGHT
 from vit.run_folder.paths import CONFIG_FILE, METRICS_FILE
-from vit.system.drawing import BLUE, GRAY, GREEN, ORANGE, PURPLE, SKY, SMALL_PT, WIDTH_IN, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

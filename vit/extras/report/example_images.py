@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.data.open_data import open_split
+from vit.extras.report.drawing import display_name
 from vit.inference.inputs import find_inputs
 from vit.inference.predictor import Trained
-from vit.system.drawing import display_name
 
 
 @dataclass(frozen=True)

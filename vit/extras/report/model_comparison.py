@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from vit.extras.report.attention import rollouts
+from vit.extras.report.drawing import (
+    SMALL_PT,
+    Cell,
+    cell_width_in,
+    display_name,
+    plot_cells,
+    shorten,
+)
 from vit.extras.report.example_images import ExampleImages
 from vit.extras.report.model_figures import overlaid
 from vit.inference.predictor import Trained
-from vit.system.drawing import SMALL_PT, Cell, cell_width_in, display_name, plot_cells, shorten
 from vit.training.metrics import PairedDifference, paired_difference
 
 BATCH = 16

@@ -28,9 +28,7 @@ from vit.extras.report.attention import (
     token_colors,
     token_features,
 )
-from vit.layers.image_model import ImageModel
-from vit.layers.parts import grid_size
-from vit.system.drawing import (
+from vit.extras.report.drawing import (
     BLUE,
     GAP_IN,
     GRAY,
@@ -50,6 +48,8 @@ from vit.system.drawing import (
     shorten,
     to_pixels,
 )
+from vit.layers.image_model import ImageModel
+from vit.layers.parts import grid_size
 from vit.system.files import report_write_errors
 
 MAX_SHOWN = 28

@@ -32,11 +32,7 @@ from vit.data.decode.images import decode
 from vit.data.order import rows_sha256
 from vit.data.sources import content_sha256
 from vit.distributed.world import leaves_of
-from vit.extras.report.source import ReportSource
-from vit.hooks.sample_losses import epoch_files, read_epoch
-from vit.loggers.lines import read_metrics
-from vit.run_folder.paths import METRICS_FILE
-from vit.system.drawing import (
+from vit.extras.report.drawing import (
     Cell,
     as_colors,
     cell_width_in,
@@ -45,6 +41,10 @@ from vit.system.drawing import (
     share_lines,
     shorten,
 )
+from vit.extras.report.source import ReportSource
+from vit.hooks.sample_losses import epoch_files, read_epoch
+from vit.loggers.lines import read_metrics
+from vit.run_folder.paths import METRICS_FILE
 from vit.system.files import csv_writer
 
 ROWS_AT_ONCE = 64

@@ -21,15 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.system.files import replacing, report_write_errors
+from vit.system.files import picture_format, replacing, report_write_errors
 
 # Only functions that draw import matplotlib, so that training starts faster.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = ("png", "pdf", "svg")
-"""The supported picture suffixes. `pdf` and `svg` are vector formats for papers."""
 WIDTH_IN = 8.0
 DPI = 175
 TITLE_PT = 12.0
@@ -109,15 +107,6 @@ def drawing(
             picture.parent.mkdir(parents=True, exist_ok=True)
             with replacing(picture) as file:
                 figure.savefig(file, format=form)
-
-
-def picture_format(picture: Path) -> str:
-    """Return the format that the suffix of `picture` selects. Raises ValueError for other
-    suffixes."""
-    form = picture.suffix.lower().removeprefix(".")
-    if form not in FORMATS:
-        raise ValueError(f"{picture}: expected one of the suffixes {', '.join(FORMATS)}")
-    return form
 
 
 @lru_cache
