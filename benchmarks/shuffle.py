@@ -22,7 +22,7 @@ import webdataset
 from numpy.typing import NDArray
 
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, make_order
-from vit.start.shuffle_quality import PERFECT_DISTANCE, ShuffleQuality, measure_shuffle, quality_of
+from vit.start.shuffle_quality import ShuffleQuality, measure_shuffle, quality_of
 
 BUFFERS = (1000, 5000)
 
@@ -120,7 +120,7 @@ def main() -> None:
         + "|---" * 5
         + "|"
     )
-    print(f"| a perfect shuffle {f'| {perfect:.1f} | {100 * PERFECT_DISTANCE:.1f} % ' * 2}|")
+    print(f"| a perfect shuffle {f'| {perfect:.1f} | {100 / 3:.1f} % ' * 2}|")
     for name, (by_class_quality, dealt_quality) in rows.items():
         cells = [
             f"{quality.classes_per_batch:.1f} | {100 * quality.distance:.1f} %"

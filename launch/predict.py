@@ -64,7 +64,7 @@ def main() -> World:
             print(f"note: {note}", file=sys.stderr)
     if args.sheet:  # Fail before the predictions are computed.
         with needed_for("--sheet"):
-            pass
+            import vit.extras.report.model_figures  # noqa: F401
         check_place(args.sheet, "--sheet ")
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)

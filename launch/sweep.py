@@ -80,7 +80,7 @@ def read_run(folder: Path) -> Row:
         top1=evaluations[-1]["top1"] if evaluations else None,
         best=max((line["top1"] for line in evaluations), default=None),
         loss=evaluations[-1]["loss"] if evaluations else None,
-        hours=(ends[-1]["elapsed_s"] if ends else 0.0) / 3600,
+        hours=(ends[-1].get("elapsed_s", 0.0) if ends else 0.0) / 3600,
     )
 
 

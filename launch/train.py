@@ -50,11 +50,9 @@ def main() -> World | None:
             from vit.config.reference import settings
             from vit.start.print_config import describe
 
-            sentences = None
-            if args.verbose:
-                sentences = {key: setting.sentence for key, setting in settings().items()}
-            reader = reader_of(config)
-            print(describe(config, origins, world_size(), sentences, reader), end="")
+            named = settings().items() if args.verbose else ()
+            sentences = {key: setting.sentence for key, setting in named}
+            print(describe(config, origins, world_size(), sentences, reader_of(config)), end="")
         return None
     if args.check:
         with needed_for("--check"):

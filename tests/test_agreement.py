@@ -98,7 +98,7 @@ import vit.distributed.process_group as distributed
 from vit.distributed.exit import leave_world, run_command
 from vit.checkpoint.checkpoint import named_tensors
 from vit.weights.files import read_weights
-from vit.start.initial_weights import read_once
+from vit.weights.on_ranks import read_once
 
 def main():
     world = distributed.join_world("cpu")

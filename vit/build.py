@@ -39,7 +39,7 @@ from vit.run_folder.place import Place
 from vit.start.create_step import create_train_step
 from vit.start.start_record import start_record
 from vit.training.freeze import create_trained_model
-from vit.training.run_data import as_trained, open_data
+from vit.training.run_data import Notes, as_trained, open_data
 
 
 def build(config: Config, world: World, allow_change: Iterable[str], parts: Parts) -> Run:
@@ -90,7 +90,7 @@ def _build(
     config = as_trained(config, data)
     objective = parts.create_objective(config, data, world)
     notes = [
-        parts.notes,
+        Notes(lines=parts.lines),
         objective.notes,
         *(hook.opened(config, world, data, place) for hook in parts.hooks),
     ]
@@ -104,7 +104,7 @@ def _build(
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
     model.to(world.device)
-    if newest is None:
+    if newest is None and parts.load_weights is not None:
         facts |= parts.load_weights(model, config, data, world)
 
     # 4. The training step and the evaluators.

@@ -1,8 +1,8 @@
 """List the features of training, and build and train a run with those that its config selects.
 
-Optional features are imported by name, and only if a config needs them. This is the only module
-that names modules in strings. If the folder of a feature was deleted, a config that needs it is
-rejected.
+Optional features are imported by name, and only if a config needs them. Beside `vit/__init__.py`,
+this is the only module that names modules in strings. If the folder of a feature was deleted, a
+config that needs it is rejected.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ from vit.distributed.outcome import Outcome
 from vit.distributed.process_group import World, join_world
 from vit.distributed.watchdog import collective_timeout
 from vit.feature import Feature, Parts, combine
-from vit.hooks.exact_over_ranks import ExactFacts, exact_over_ranks
 from vit.hooks.guard import GuardHook
 from vit.hooks.order_check import OrderHook
 from vit.hooks.sample_losses import SamplesHook
 from vit.loggers.record import wandb_mode
 from vit.run import Hook, Run
 from vit.start.host_check import HostCheck
-from vit.start.initial_weights import load_initial_weights
 from vit.system.optional import needed_for
 from vit.system.urls import is_url
 from vit.train import train
-from vit.training.teacher import distilled
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,24 @@ class Extra:
         return module.parts(config)
 
 
+def _exact_over_ranks(config: Config) -> Parts:
+    from vit.hooks.exact_over_ranks import ExactFacts, exact_over_ranks
+
+    return Parts(hooks=(ExactFacts(),), create_reduce=exact_over_ranks)
+
+
+def _teacher(config: Config) -> Parts:
+    from vit.training.teacher import distilled
+
+    return Parts(create_objective=distilled)
+
+
+def _initial_weights(config: Config) -> Parts:
+    from vit.start.initial_weights import load_initial_weights
+
+    return Parts(load_weights=load_initial_weights)
+
+
 class MemoryAdvice(Hook):
     """A hook that names the setting to lower after an out-of-memory error."""
 
@@ -90,20 +105,19 @@ def _without_wandb(config: Config, message: str) -> Parts | None:
     return Parts(lines=(f"wandb: {message}: metrics.jsonl only (log.wandb=off silences this)",))
 
 
-STREAM = Extra(
-    80,
-    "vit.extras.stream.batches",
-    setting=lambda config: "stream.urls",
-    is_on=lambda config: config.stream.urls is not None,
+READERS: tuple[Feature, ...] = (
+    Extra(
+        80,
+        "vit.extras.stream.batches",
+        setting=lambda config: "stream.urls",
+        is_on=lambda config: config.stream.urls is not None,
+    ),
 )
+"""The features that read training data. `reader_of` asks no others, which would import them."""
 FEATURES: tuple[Feature, ...] = (
     Core(10, lambda config: True, lambda config: Parts(hooks=(HostCheck(),))),
     Core(20, lambda config: True, lambda config: Parts(hooks=(OrderHook(),))),
-    Core(
-        30,
-        lambda config: config.train.exact_over_ranks,
-        lambda config: Parts(hooks=(ExactFacts(),), create_reduce=exact_over_ranks),
-    ),
+    Core(30, lambda config: config.train.exact_over_ranks, _exact_over_ranks),
     # A stream has no fixed sample numbers, so the losses of its samples are not saved.
     Core(
         40,
@@ -111,17 +125,9 @@ FEATURES: tuple[Feature, ...] = (
         lambda config: Parts(hooks=(SamplesHook(),)),
     ),
     Core(50, lambda config: True, lambda config: Parts(hooks=(GuardHook(config),))),
-    Core(
-        60,
-        lambda config: config.distill.teacher is not None,
-        lambda config: Parts(create_objective=distilled),
-    ),
-    Core(
-        70,
-        lambda config: config.init.checkpoint is not None,
-        lambda config: Parts(load_weights=load_initial_weights),
-    ),
-    STREAM,
+    Core(60, lambda config: config.distill.teacher is not None, _teacher),
+    Core(70, lambda config: config.init.checkpoint is not None, _initial_weights),
+    *READERS,
     Extra(
         90,
         "vit.extras.remote_runs.store",
@@ -165,7 +171,7 @@ def parts_of(config: Config) -> Parts:
 
 def reader_of(config: Config) -> TrainReader:
     """Return the reader of the training data. Raises ValueError if it is not installed."""
-    return combine([STREAM], config).reader
+    return combine(READERS, config).reader
 
 
 def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:

@@ -32,7 +32,7 @@ from vit.run_folder.place import Place, open_folder
 from vit.training.objective import Objective, supervised
 from vit.training.plan import Plan
 from vit.training.reduce import Reduce, data_parallel
-from vit.training.run_data import Notes, RunData
+from vit.training.run_data import RunData
 
 
 class OpenPlace(Protocol):
@@ -67,13 +67,6 @@ class LoadWeights(Protocol):
         """Load weights into `model` on all ranks. Return facts about them. Raises ValueError."""
 
 
-def keep_drawn_weights(
-    model: nn.Module, config: Config, data: RunData, world: World
-) -> dict[str, Any]:
-    """Keep the random weights of `model`, and return no facts. See `LoadWeights`."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Parts:
     """The parts that a feature adds to a run. The defaults are those of a plain run."""
@@ -87,14 +80,10 @@ class Parts:
     create_reduce: CreateReduce = data_parallel
     reader: TrainReader = INDEXED_SHARDS
     create_loggers: tuple[CreateLogger, ...] = ()
-    load_weights: LoadWeights = keep_drawn_weights
+    load_weights: LoadWeights | None = None
+    """A function that loads the initial weights; None keeps the random ones."""
     lines: tuple[str, ...] = ()
     """Lines for the log before step 1."""
-
-    @property
-    def notes(self) -> Notes:
-        """The notes to record when a run starts."""
-        return Notes(lines=self.lines)
 
 
 class Feature(Protocol):

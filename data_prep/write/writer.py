@@ -187,8 +187,7 @@ def _remove_intermediate(output: Output, root: Path | None) -> None:
     for name in (*rows, "_writing.json"):
         output.remove(name)
     if root is not None:
-        for folder in (root / SPOOL, *root.glob("_catalog-*")):  # from earlier versions
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(root / SPOOL, ignore_errors=True)
 
 
 def _claim(plan: WritePlan) -> None:

@@ -13,11 +13,14 @@ import pytest
 import scipy.stats
 
 from vit.data.order import make_order
-from vit.start.shuffle_quality import PERFECT_DISTANCE, measure_shuffle, quality_of
+from vit.start.shuffle_quality import measure_shuffle, quality_of
 
 SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle.py"))
 # The tests use blocks of 64 samples, which require a large dataset.
 BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)
+
+PERFECT_DISTANCE = 1 / 3
+"""The mean distance of two independent uniform positions."""
 
 
 def test_measures_equal_a_brute_force_count():

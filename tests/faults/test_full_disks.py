@@ -163,7 +163,8 @@ def results(folder: Path) -> None:
 
 
 def fetched(folder: Path) -> None:
-    local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
+    from vit.run_folder.reading import local_run
+
     place_at_url = Path(os.environ["PLACE_WITH_ROOM"])
     (place_at_url / "weights").mkdir(exist_ok=True)
     (place_at_url / "weights" / "last.safetensors").write_bytes(bytes(30_000))

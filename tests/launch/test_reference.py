@@ -53,7 +53,7 @@ def test_the_python_page_has_the_signatures(reference):
     page = reference.python_page()
     assert "vit.open_split(\n    root: Path | str,\n    split: str,\n" in page
     assert "vit.create_model(\n" in page
-    assert "    **fields: Any,\n) -> nn.Module" in page
+    assert "    **fields: Any,\n) -> ImageModel" in page
 
 
 def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tmp_path):

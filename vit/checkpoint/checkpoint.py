@@ -9,7 +9,7 @@ older checkpoints are removed. `vit.checkpoint.saver` decides when and in which 
       step_00012500/
         state.safetensors       model.<name>  ema.<name>  optim.<exp_avg|...>.<name>  scaler.<name>
         checkpoint.json         format_version, RunState, config, size and sha256 of each file,
-                                and of itself (vit/run_folder.py)
+                                and of itself (vit/checkpoint/seal.py)
       latest                    "step_00012500"
 
 Checkpoints contain no pickles. torch.distributed.checkpoint's `HuggingFaceStorageReader` can read

@@ -201,7 +201,10 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
         for rights in later
     ]
     rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
-    numbers = [_numbers(result) for result in results]
+    numbers = [
+        {name: evaluation.accuracy.to_dict() for name, (_, evaluation) in result.sets.items()}
+        for result in results
+    ]
     has_top5 = any(
         each.accuracy.num_classes >= TOP5_CLASSES for _, each in results[0].sets.values()
     )
@@ -234,11 +237,6 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
             {name: asdict(value) for name, value in each.items()} for each in differences
         ],
     }
-
-
-def _numbers(result: Result) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each set, keyed by name."""
-    return {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
 
 
 def _short(difference: PairedDifference) -> str:

@@ -13,7 +13,6 @@ from vit.optim.optimizer import create_optimizer
 from vit.start.attention import choose_attention
 from vit.start.compiling import checkpoint_activations, compile_models
 from vit.step import TrainStep
-from vit.training.norm_probes import create_probes
 from vit.training.objective import Objective
 from vit.training.plan import Plan, rates
 from vit.training.reduce import data_parallel
@@ -58,6 +57,9 @@ def create_train_step(
     )
     probes = None
     if config.log.norms_every_steps is not None:
+        # Few runs measure norms.
+        from vit.training.norm_probes import create_probes
+
         with world.fail_together():
             probes = create_probes(model, config, augment, plan.micro_batch_size, plan.total_steps)
     learning_rate, weight_decay = rates(config, plan)

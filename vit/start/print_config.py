@@ -39,13 +39,12 @@ def describe(
     """Return the text of `--print-config`: every value with its origin as YAML, and derived numbers
     as comments.
 
+    If the data cannot be opened, the text assumes ImageNet's numbers of images and classes, with a
+    note. Raises the ValueErrors of `make_plan` and `TrainReader.choose`.
+
     Args:
         sentences: a description of each setting, printed above its value.
         reader: reads the training data.
-
-    If the data cannot be opened,
-    the text assumes ImageNet's numbers of images and classes, with a note. Raises the ValueErrors
-    of `make_plan` and `TrainReader.choose`.
     """
     values = config_io.to_dict(config)
     comments = {

@@ -23,8 +23,6 @@ from vit.data.select import count_labels
 
 NUM_BATCHES = 32
 """The number of batches to measure. This takes 0.1 s with 4,096 ImageNet samples per batch."""
-PERFECT_DISTANCE = 1 / 3
-"""The mean distance between two independent uniform numbers in [0, 1)."""
 POOR = 0.95
 """An order is reported as poor if the number of classes per batch is below this fraction of the
 number in a perfect shuffle."""

@@ -2,7 +2,7 @@
 
 The `start` line contains the attempt's config, plan, data and host. The report and
 `vit.extras.report.replay` read this line. Settings are written to `config.yaml`, and the plan is
-logged. Then TensorBoard and Weights & Biases are started.
+logged. Then the loggers are started.
 """
 
 from __future__ import annotations

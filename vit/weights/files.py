@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from vit.checkpoint.seal import INFO_FILE, CheckpointError, checked_info
 from vit.layers.parts import grid_size, head_prefixes
 from vit.run_folder.paths import METRICS_FILE, complete_checkpoints, weights_file
-from vit.run_folder.reading import local_copy
 from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.fields import PROGRAM_OPTIONS, TIMM_OPTIONS
@@ -234,6 +233,9 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     a run, the weights of the latest step are chosen: the file of last weights (averaged, if the run
     has an average) or the newest checkpoint. Raises WeightsError.
     """
+    # Few weights are at a URL.
+    from vit.run_folder.reading import local_copy
+
     with readable(path):
         return _find(local_copy(path, only_weights=True))
 

@@ -131,7 +131,6 @@ def test_a_second_call_keeps_complete_files_and_rewrites_the_rest(written, small
     with pytest.raises(PrepError, match="shards of unknown origin"):
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
-    (root / "_catalog-0123").mkdir()  # from an earlier version
     (root / "mine.rows.npy").write_bytes(b"not of the writer")
     capsys.readouterr()
     write(small, root, FOUR)

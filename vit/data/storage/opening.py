@@ -1,20 +1,25 @@
-"""Open a split at a URL or in a folder, with the cache and the retry limits of the caller."""
+"""Open a split at a URL or in a folder, with the cache and the retry limits of the caller.
+
+Shards in a folder need neither a client of a server nor a cache, so these are imported late.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from vit.data.shards import data_set
 from vit.data.shards.reader import Store, Version
 from vit.data.shards.split import Split
-from vit.data.storage.block_cache import BlockCache
-from vit.data.storage.cached_tars import CachedTars
-from vit.data.storage.remote import RemoteFolder
 from vit.system.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from vit.data.storage.block_cache import BlockCache
+    from vit.data.storage.cached_tars import CachedTars
+    from vit.data.storage.remote import RemoteFolder
 
 
 class RemoteStorage:
@@ -35,16 +40,19 @@ class RemoteStorage:
 
     def open_store(self, url: str) -> RemoteFolder:
         """See `Storage`."""
+        from vit.data.storage.remote import RemoteFolder
+
         return RemoteFolder(url, self._retry)
 
     def open_cache(self) -> None:
         """See `Storage`."""
+        from vit.data.storage.block_cache import BlockCache
+
         self._cache = BlockCache(self._cache_dir, self._cache_gib)
 
     def fetch_index(self, store: Store, split: str) -> Path:
         """See `Storage`."""
-        assert isinstance(store, RemoteFolder), "the result of open_store"
-        return store.fetch_index(split, self._cache)
+        return cast("RemoteFolder", store).fetch_index(split, self._cache)
 
     def open_tars(
         self,
@@ -55,6 +63,8 @@ class RemoteStorage:
         firsts: list[int],
     ) -> CachedTars:
         """See `Storage`."""
+        from vit.data.storage.cached_tars import CachedTars
+
         return CachedTars(
             folder,
             filenames,

@@ -57,11 +57,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """Maps the types of arguments to options of argparse."""
 
 
-class NumberLoader(yaml.SafeLoader):
+class SafeNumberLoader(yaml.SafeLoader):
     """A YAML 1.1 loader in which `1e-3` is a number, as it is for argparse."""
 
 
-NumberLoader.add_implicit_resolver(
+SafeNumberLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
@@ -226,7 +226,7 @@ def read_yaml(table: ArgumentTable, text: str, path: Path) -> ParsedArguments:
     Raises a ValueError that lists every unknown key with the closest known key.
     """
     try:
-        values = yaml.load(text, NumberLoader)
+        values = yaml.load(text, SafeNumberLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -272,4 +272,4 @@ def _setting(name: str) -> str:
 def _pairs(assignments: Sequence[str]) -> dict[str, Any]:
     """Parse `a=1 b=x` as timm's ParseKwargs does."""
     parts = (assignment.partition("=") for assignment in assignments)
-    return {key: yaml.load(value, NumberLoader) for key, _, value in parts}
+    return {key: yaml.load(value, SafeNumberLoader) for key, _, value in parts}

@@ -20,8 +20,8 @@ import yaml
 from vit.extras.recipes.arguments import (
     Argument,
     ArgumentTable,
-    NumberLoader,
     ParsedArguments,
+    SafeNumberLoader,
     make_table,
 )
 from vit.extras.recipes.command import Command
@@ -112,7 +112,7 @@ def read_config(
         section = config
         for part in sections:
             section = section.setdefault(part, {})
-        section[name] = yaml.load(value, NumberLoader)
+        section[name] = yaml.load(value, SafeNumberLoader)
 
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
@@ -135,7 +135,7 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> Settings:
             raise ValueError(
                 f"the config has no argument {name}: expected one of {', '.join(values)}"
             )
-        values[name] = type(values[name])(yaml.load(value, NumberLoader)) if value else True
+        values[name] = type(values[name])(yaml.load(value, SafeNumberLoader)) if value else True
     return values
 
 
@@ -222,7 +222,7 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")
         arguments = re.findall(r"[^,()=]+(?=[,)]|$)", inside) if inside else []
-        operations.append((name, [yaml.load(argument, NumberLoader) for argument in arguments]))
+        operations.append((name, [yaml.load(argument, SafeNumberLoader) for argument in arguments]))
     return operations
 
 

@@ -227,7 +227,8 @@ def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypa
     """On a machine without a copy of the run, the check must report which job holds the run and
     from which checkpoint the run would resume."""
     Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
-    store_at = pytest.importorskip("vit.extras.remote_runs.place").store_at
+    from vit.run_folder.copying import store_at
+
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     url = f"file://{tmp_path}/bucket/run"
     for name in ("there", "here"):

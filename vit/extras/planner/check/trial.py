@@ -142,7 +142,8 @@ class Trial:
                 torch.manual_seed(config.train.seed)
                 model = create_trained_model(config, data.num_classes)
             model.to(world.device)
-            if not checkpoints.complete_checkpoints(self.run_dir):
+            is_new = not checkpoints.complete_checkpoints(self.run_dir)
+            if is_new and self._parts.load_weights is not None:
                 self._parts.load_weights(model, config, data, world)
             self.step = step = create_train_step(
                 config,

@@ -146,7 +146,6 @@ def find_near_doubles(
     return NearDoubles(ordered, sorted(evaluated, key=lambda pair: (-pair[2], pair[1])))
 
 
-@torch.no_grad()
 def _head_of(model: ImageModel) -> nn.Module:
     """Return the layer that computes the logits of a model, including timm models.
 
@@ -163,6 +162,7 @@ def _head_of(model: ImageModel) -> nn.Module:
     return head
 
 
+@torch.no_grad()
 def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
     """Return the input of the model's head for each training and validation image.
 
