@@ -121,7 +121,7 @@ def layer_numbers(model: nn.Module, form: str) -> dict[str, int]:
 
 def _layers_of_timm(model: nn.Module, names: list[str], form: str) -> dict[str, int]:
     """Return layer numbers from timm's `group_matcher`, for a network without a block list."""
-    matcher: Any = getattr(model, "group_matcher", None)
+    matcher = getattr(model, "group_matcher", None)
     if form != "timm" or matcher is None:
         raise ValueError(
             f"optim.layer_decay: {type(model).__name__} has no list of blocks:"

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from vit.config.schema import Config, SourceConfig
+from vit.data.batches import AugmentedBatches
 from vit.data.shards.data_set import check_shards
 from vit.data.shards.split_slice import parse_name
 from vit.data.storage.opening import RemoteStorage
@@ -87,7 +87,7 @@ def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_rate(batches: Any, num_batches: int, world: World) -> list[float] | None:
+def read_rate(batches: AugmentedBatches, num_batches: int, world: World) -> list[float] | None:
     """Return the bytes and images per second that this host reads from shards.
 
     Reads a few global batches from the middle of the run and verifies their checksums. These
