@@ -62,12 +62,12 @@ import torch.distributed as dist
 from pathlib import Path
 from vit.distributed import flight_recorder
 from vit.distributed.exit import leave_hung
-from vit.distributed.watchdog import Verdict
+from vit.distributed.watchdog import HangVerdict
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.get_backend = lambda: {backend!r}
 flight_recorder.write_to(Path({folder!r}))
-leave_hung(Verdict("rank 1 on node07 has made no progress for 600 s", (1,)))
+leave_hung(HangVerdict("rank 1 on node07 has made no progress for 600 s", (1,)))
 """
 
 
