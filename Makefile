@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 TESTS_INSTALLED := .venv/.installed_tests
 DOCS_INSTALLED := .venv/.installed_docs
 LOCK_INSTALLED := .venv/.installed_lock
-PAGES := README.md CONTRIBUTING.md LICENSE docs slurm/README.md deploy/kube deploy/sky.yaml deploy/Dockerfile benchmarks/README.md benchmarks/results tests/project/seeds.md \
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs slurm/README.md deploy/kube deploy/sky.yaml deploy/Dockerfile benchmarks/README.md benchmarks/results tests/project/seeds.md tests/model/golden/README.md \
 	$(wildcard vit/*.py vit/distributed/exact/*.py benchmarks/*.py)
 # Number of ranks of the demo. launch/demo.sh chooses the default.
 RANKS ?=

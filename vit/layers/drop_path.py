@@ -64,9 +64,7 @@ class DropPaths(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the buffer, for example after `to_empty`."""
         # Subtract in fp64: in fp32, some probabilities would be rounded twice.
-        # On the meta device, arithmetic with tensors imports torch's compiler, which takes seconds.
-        kept = torch.tensor([1.0 - rate for rate in self.rates], dtype=torch.float64)
-        self.keep_probs.copy_(kept.unsqueeze(1))
+        self.keep_probs.copy_(1.0 - torch.tensor(self.rates, dtype=torch.float64).unsqueeze(1))
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
         """Return what `add_branch` takes for each branch, for tokens (B, ...); nothing if nothing
