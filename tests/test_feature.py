@@ -76,6 +76,13 @@ def test_a_made_up_logger_and_a_made_up_loss_are_one_entry_each(config, tmp_path
     assert noise_of(tmp_path / "plain") == []
 
 
+def test_the_lines_of_a_feature_are_logged_before_the_first_step(config, tmp_path, capsys):
+    said = Core(1020, lambda config: True, lambda config: Parts(lines=("a line of a feature",)))
+    trained(config, tmp_path / "run", said)
+    log = capsys.readouterr().err
+    assert 0 < log.index("a line of a feature") < log.index("step 1/")
+
+
 def test_hooks_are_called_in_the_order_of_their_numbers(config):
     settings = load_config(config, [*TINY, "run.dir=unused"])
     first = Core(5, lambda config: True, lambda config: Parts(hooks=(GradientNoise(),)))
