@@ -68,7 +68,7 @@ def build(config: Config, world: World, allow_change: Iterable[str], parts: Part
         signals.restore()
         place.leave(error)
         if isinstance(error, Interrupted):
-            checkpoints.mark_interrupted(place.folder, error.number, lock, is_new)
+            checkpoints.mark_interrupted(place.folder, error.number, lock, world, is_new)
         raise
     return run
 

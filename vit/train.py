@@ -32,8 +32,7 @@ def train(run: Run) -> Outcome:
             ):
                 return _train_from_state(run)
         except Interrupted as error:
-            if run.world.is_main:
-                mark_interrupted(run.folder, error.number, run.record.lock, is_new=False)
+            mark_interrupted(run.folder, error.number, run.record.lock, run.world, is_new=False)
             raise
         except Exception as error:
             for hook in run.hooks:

@@ -14,6 +14,7 @@ from processes import REPOSITORY, environment
 
 import vit.distributed.exit as exit_module
 from vit.distributed.exit import Interrupted, StopSignals
+from vit.distributed.world import RankLost
 
 SAVING = "saving after this step, and then ending; a second Ctrl-C ends without saving"
 IN_C_CODE = """
@@ -96,6 +97,22 @@ def test_an_error_waits_for_the_signal_that_may_have_caused_it(monkeypatch):
         signals.restore()
     assert error.value.number == signal.SIGTERM
     assert isinstance(error.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    "error", [RankLost("rank 1 ended"), RuntimeError("[/gloo/pair.cc] Connection closed by peer")]
+)
+def test_the_loss_of_a_rank_is_not_replaced_by_the_signal_that_follows_it(monkeypatch, error):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    signals = StopSignals()
+    signals.remember_only()
+    os.kill(os.getpid(), signal.SIGTERM)  # as torchrun and srun do
+    try:
+        with pytest.raises(type(error)) as raised, signals.instead_of_errors("in a test"):
+            raise error
+    finally:
+        signals.restore()
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])

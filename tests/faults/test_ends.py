@@ -144,6 +144,22 @@ def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config
     assert (tmp_path / "run" / "report" / "index.html").exists()
 
 
+@pytest.mark.parametrize("begins_with", ["metrics.jsonl", "checkpoints/step_00000002"])
+def test_a_killed_rank_does_not_ask_the_batch_script_for_a_requeue(tmp_path, config, begins_with):
+    """torchrun sends SIGTERM to the other rank. A job whose attempts all run out of memory would
+    otherwise be queued again forever."""
+    run_dir = tmp_path / "run"
+    run = Background(config, run_dir, "train.steps=5000", "checkpoint.every_steps=2", ranks=2)
+    deadline = time.monotonic() + 240
+    while not (run_dir / begins_with).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    output = run.end()
+    assert run.process.returncode != 0
+    assert not (run_dir / "stopped_early").exists(), output
+
+
 def _pending(pid: int) -> int:
     """Return the pending signals of a process, or 0 if the process has exited."""
     lines = status_of(pid)

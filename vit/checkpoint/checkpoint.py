@@ -45,6 +45,7 @@ from vit.checkpoint.seal import (
 )
 from vit.checkpoint.state import RunState
 from vit.config.schema import CheckpointConfig
+from vit.distributed.world import World
 from vit.run_folder.lock import RunLock
 from vit.run_folder.paths import (
     CHECKPOINTS,
@@ -327,9 +328,15 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
         )
 
 
-def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
+def mark_interrupted(
+    folder: Path, number: signal.Signals, lock: RunLock, world: World, is_new: bool
+) -> None:
     """Mark the run as stopped if this process owns the folder. The Slurm script then queues the job
     again."""
+    # After one rank was killed, torchrun sends SIGTERM to the others. That is a failure, and a job
+    # whose ranks always run out of memory would be queued again forever.
+    if world.has_killed_rank():
+        return
     # A new run that is preempted (SIGTERM) is marked, although its folder may not exist yet. A new
     # run that a user stops with Ctrl-C is not marked, although it may already have the lock. The
     # folder of a new run may by now belong to another process.

@@ -132,11 +132,14 @@ class StopSignals:
         or soon after it. moment: see `Interrupted`.
 
         Terminals and Slurm send signals to all processes of a job. A compiler dies first, and its
-        failure would be reported as a mistake of the user, which schedulers do not retry.
+        failure would be reported as a mistake of the user, which schedulers do not retry. A lost
+        rank stays the error, because torchrun and srun send SIGTERM to the remaining ranks.
         """
         try:
             yield
         except Exception as error:
+            if isinstance(error, RankLost) or _lost_connection(error):
+                raise
             wait_s = 0.0 if isinstance(error, ValueError) else SIGNAL_S
             deadline = time.monotonic() + wait_s
             while not self.received and time.monotonic() < deadline:

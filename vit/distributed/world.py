@@ -379,6 +379,14 @@ class World:
         """Return the ranks on this host whose processes have exited."""
         return [rank for rank, pid in self._host_pids.items() if not _is_alive(pid)]
 
+    def has_killed_rank(self) -> bool:
+        """Return whether a rank on this host has exited although no rank has announced its end."""
+        if self.store is None or not self.gone():
+            return False
+        with suppress(StoreLost), self.asking_store():
+            return not self.store.check([ENDED])
+        return False
+
     def process_of(self, rank: int) -> str:
         """Return a rank's process id and state, such as "process 7, stopped"; "" if unknown."""
         pid = self._host_pids.get(rank)
