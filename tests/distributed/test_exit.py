@@ -10,11 +10,13 @@ import sys
 import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 from processes import REPOSITORY, environment
 
 import vit.distributed.exit as exit_module
 from vit.distributed.exit import Interrupted, StopSignals
-from vit.distributed.world import RankLost
+from vit.distributed.world import RankLost, World
 
 SAVING = "saving after this step, and then ending; a second Ctrl-C ends without saving"
 IN_C_CODE = """
@@ -113,6 +115,21 @@ def test_the_loss_of_a_rank_is_not_replaced_by_the_signal_that_follows_it(monkey
     finally:
         signals.restore()
     assert raised.value is error
+
+
+def test_a_rank_that_announced_its_end_was_not_killed():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    ended, store = process.pid, dist.HashStore()
+    first, second = (
+        World(rank, 2, torch.device("cpu"), store, _host_pids={0: os.getpid(), 1: ended})
+        for rank in range(2)
+    )
+    assert not first.has_killed_rank(), "both processes exist"
+    process.wait()
+    first.announce_end("ended by SIGTERM")
+    assert first.has_killed_rank()
+    second.announce_end("ended by SIGTERM")
+    assert not first.has_killed_rank()
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])

@@ -297,6 +297,7 @@ def _leave_silently(message: str, status: int) -> NoReturn:
     The exit status is 0 once a rank on this host has reported to torchrun, or torchrun has sent
     SIGTERM. If neither happens within SILENT_S, it is `status`, and torchrun gets `message`.
     """
+    announce_end(message)
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     _leave_once_reported()
     _report_to_torchrun(message)

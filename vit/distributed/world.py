@@ -62,7 +62,8 @@ LONGEST_WAIT = timedelta(hours=1)
 BROADCAST_BYTES = 2**26
 """The approximate maximum size of a broadcast of several tensors."""
 ENDED = "ended"
-"""The key in the store under which a rank announces why it exits."""
+"""The key in the store under which a rank announces why it exits, and, with the number of a rank,
+under which this rank does so."""
 POLL_S = 0.25
 """The longest interval at which a waiting rank polls the store, with up to 1,024 ranks."""
 LOOKS_PER_S = 4096
@@ -296,6 +297,7 @@ class World:
         """Announce to all ranks that use the store that this rank is exiting."""
         if self.store is not None:
             with suppress(StoreLost):
+                self._post(f"{ENDED} {self.rank}", message)
                 self._post(ENDED, message)
 
     def gather(self, name: str, value: object, limit: timedelta | None = None) -> list[Any]:
@@ -380,11 +382,11 @@ class World:
         return [rank for rank, pid in self._host_pids.items() if not _is_alive(pid)]
 
     def has_killed_rank(self) -> bool:
-        """Return whether a rank on this host has exited although no rank has announced its end."""
-        if self.store is None or not self.gone():
+        """Return whether a rank on this host has exited without announcing it."""
+        if self.store is None:
             return False
         with suppress(StoreLost), self.asking_store():
-            return not self.store.check([ENDED])
+            return any(not self.store.check([f"{ENDED} {rank}"]) for rank in self.gone())
         return False
 
     def process_of(self, rank: int) -> str:
