@@ -144,12 +144,12 @@ def recipes_with_a_curve() -> int:
 COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ("design.md", r"decoder is ([\d,]+) lines of our own C", lambda: lines_of(C_FILES), 0.05),
     (
-        "CONTRIBUTING.md",
+        "style.md",
         r"A function has at most (\d+) statements",
         lambda: limit("FUNCTION_STATEMENTS"),
         0,
     ),
-    ("CONTRIBUTING.md", r"a folder (\d+) files", lambda: limit("FOLDER_FILES"), 0),
+    ("style.md", r"a folder (\d+) files", lambda: limit("FOLDER_FILES"), 0),
     (
         "recipes.md",
         r"`tests/extras/recipes/published.yaml` has (\d+) published",
