@@ -22,6 +22,7 @@ LOCK = ROOT / "deploy" / "requirements.lock"
 PAGE = ROOT / "docs" / "licenses.md"
 HEAD = """# Licenses of the dependencies
 
+Here you can look up under which license each dependency is.
 vitline has the [MIT license](../LICENSE), and its wheels contain none of these packages.
 The table lists all packages of `deploy/requirements.lock` for Linux.
 These include the optional groups of `pyproject.toml`.
