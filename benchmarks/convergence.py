@@ -73,12 +73,14 @@ def main() -> None:
     parser, args = read_command_line(__doc__, num_seeds=3)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
+
     settings = [*SETTINGS, f"data.root={args.data}", "train.device=cpu", *args.overrides]
     try:
         config = load_config(CONFIG, settings)
         check_known(config)  # Fail before the first training.
     except ValueError as error:
         parser.error(str(error))
+
     done: dict[str, list[Training]] = {name: [] for name in CONTESTANTS}
     for seed in range(args.seeds):
         for name, contestant in CONTESTANTS.items():
@@ -88,8 +90,10 @@ def main() -> None:
             cpu_s = training.figures.cpu_s
             top1 = training.figures.top1
             print(f"{name}, seed {seed}: {top1:.2f} % in {cpu_s:.0f} s", flush=True)
+
     groups = originals(args.data, config.data.val_split)
     gap = difference(rights(done["timm"]), rights(done["ours"]), groups)
+
     report = {
         "machine": machine(args.work, ["torch", "torchvision", "timm", "pillow"]),
         "data": f"{args.data.name}: {' '.join([*SETTINGS, *args.overrides])} over"
@@ -100,6 +104,7 @@ def main() -> None:
         "trainings": {name: [asdict(t.figures) for t in all_] for name, all_ in done.items()},
         "ours minus timm": asdict(gap),
     }
+
     out = args.out or default_out("convergence", report["machine"]["cpu"])
     draw(done, gap, out.with_suffix(".png"))
     keep(out, "convergence", report, tables(done, gap, images_trained(config, args.data)))

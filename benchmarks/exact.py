@@ -69,8 +69,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
+
     load = os.getloadavg()[0]
     batch = max(args.ranks) * args.leaves * LEAF_ROWS
+
     runs_by_ranks: dict[int, dict[str, list[Trained]]] = {}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         place = Path(folder)
@@ -78,6 +80,7 @@ def main() -> None:
         shards = place / "digits"
         prepare = [sys.executable, "-m", "data_prep.digits", "--out", str(shards)]
         subprocess.run(prepare, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
         settings = [*SMALL, f"data.global_batch_size={batch}", f"data.root={shards}"]
         settings += args.overrides
         for turn in range(args.rounds):
@@ -91,6 +94,7 @@ def main() -> None:
                     rates += f", {training.images_per_s:.1f}/s"
                     print(f"{turn + 1}: {name}, {ranks} rank(s): {rates}", flush=True)
                     runs_by_ranks.setdefault(ranks, {}).setdefault(name, []).append(training)
+
     report = {
         "machine": about,
         "data": f"{' '.join([*SMALL, *args.overrides])} over benchmarks/inputs/digits_adamw.yaml,"
@@ -102,6 +106,7 @@ def main() -> None:
             for ranks, of in runs_by_ranks.items()
         },
     }
+
     keep(
         args.out or default_out("exact", about["cpu"]),
         "exact",

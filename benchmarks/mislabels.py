@@ -159,16 +159,19 @@ def compare_pairs(data: Path, work: Path, num_seeds: int, overrides: list[str]) 
         root = folder / "data"
         wrong = plant(data, root, 0.03, seed)
         train(root, folder / "plain", [*overrides, f"train.seed={seed}"])
+
         suspects = folder / "suspects.txt"
         line = [sys.executable, str(ROOT / "launch" / "samples.py"), str(folder / "plain")]
         line += ["--worst", str(wrong.sum()), "--exclude", str(suspects)]
         subprocess.run(line, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
         split = open_split(root, "train")
         number_of = {split.key(number): number for number in range(len(split))}
         keys = suspects.read_text().split()
         precision = wrong[[number_of[key] for key in keys]].mean()
         labels = [f"{key},label={true[number_of[key]]}\n" for key in keys]
         (folder / "labels.csv").write_text("".join(labels))
+
         arms = {
             "excluded": [f"data.exclude={suspects}", f"train.seed={seed}"],
             "corrected": [f"data.relabel={folder / 'labels.csv'}", f"train.seed={seed}"],
@@ -180,8 +183,10 @@ def compare_pairs(data: Path, work: Path, num_seeds: int, overrides: list[str]) 
             lines = read_metrics(folder / name.replace(", ", "_") / METRICS_FILE)
             evaluations = [line for line in lines if line["kind"] == "eval"]
             top1.setdefault(name, []).append(evaluations[-1]["top1"])
+
         row = ", ".join(f"{name} {values[-1]:.2f} %" for name, values in top1.items())
         print(f"seed {seed}: {precision:.0%} of {len(keys)} suspects are wrong; {row}", flush=True)
+
     for name in ("excluded", "corrected", "excluded, another seed"):
         differences = np.array(top1[name]) - np.array(top1["plain"])
         half = stats.t.ppf(0.975, num_seeds - 1) * differences.std(ddof=1) / num_seeds**0.5

@@ -294,10 +294,12 @@ def main() -> None:
     torch.set_num_threads(1)
     fields = {} if args.depth is None else {"depth": args.depth}
     device = torch.device(args.device)
+
     contestants = create_contestants(args.model, fields, args.image_size)
     for contestant in contestants.values():
         contestant.model.to(device)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
+
     results = []
     for mode in args.modes:
         if mode == "compiled":
@@ -306,12 +308,14 @@ def main() -> None:
             for work in args.work:
                 cell = (mode, precision, work)
                 results.append(measure_cell(contestants, images, cell, args))
+
     packages = ["torch", *(package for peer, (package, _) in PEERS.items() if peer in contestants)]
     depth = "" if args.depth is None else f" with {args.depth} block{'s' * (args.depth > 1)}"
     data = (
         f"{args.model}{depth} at {args.image_size} px, {args.batch_size} images per step,"
         f" {args.steps} steps per turn."
     )
+
     report = {
         "machine": machine(Path.cwd(), packages),
         "data": data,
@@ -319,6 +323,7 @@ def main() -> None:
         "load": load,
         "results": results,
     }
+
     tables = {"Overview": overview(results)}
     tables |= {result["title"].capitalize(): rows_of(result) for result in results}
     keep(args.out, "model", report, tables)

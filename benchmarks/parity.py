@@ -84,6 +84,7 @@ def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
     block = model.blocks[0]
     size, patch = model.image_size[0], model.patch_size[0]
     heads, hidden = block.attn.num_heads, block.mlp.fc1.out_features
+
     if program == "huggingface":
         config = transformers.ViTConfig(
             hidden_size=model.embed_dim,
@@ -97,6 +98,7 @@ def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
         config.num_labels = model.num_classes
         kind = transformers.ViTForImageClassification
         return kind.from_pretrained(None, config=config, state_dict=dict(weights)).eval()
+
     if program == "torchvision":
         other = torchvision.models.vision_transformer.VisionTransformer(
             image_size=size,
@@ -109,6 +111,7 @@ def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
         )
         other.load_state_dict(weights)
         return other.eval()
+
     other = timm.create_model(
         "vit_base_patch16_224",
         img_size=size,
@@ -118,9 +121,11 @@ def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
         num_heads=heads,
         num_classes=model.num_classes,
     )
+
     if program == "timm":
         other.load_state_dict(weights)
         return other.eval()
+
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         path = Path(folder) / "w.npz"
         np.savez(path, **{name: tensor.numpy() for name, tensor in weights.items()})  # type: ignore[arg-type]

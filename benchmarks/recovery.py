@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
+
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         place = Path(name)
@@ -80,6 +81,7 @@ def main() -> None:
         prepare = [sys.executable, "-m", "data_prep.digits", "--out", str(shards)]
         prepare += ["--renderings", "1"]
         subprocess.run(prepare, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
         settings = [*SMALL, f"data.global_batch_size={2 * args.ranks}", f"data.root={shards}"]
         settings += [f"run.dir={place / 'run'}", *args.overrides]
         line = [
@@ -93,6 +95,7 @@ def main() -> None:
             args.config,
             *settings,
         ]
+
         seconds: dict[str, list[float]] = {}
         run = Killable(line, place / "run")
         run.wait_for("checkpoint")
@@ -107,9 +110,11 @@ def main() -> None:
                 seconds.setdefault(part, []).append(took_s)
             run.wait_for("checkpoint")
         run.kill()
+
         newest = max((place / "run" / "checkpoints").iterdir())
         saved_gb = sum(file.stat().st_size for file in newest.iterdir()) / 1e9
         about = machine(place, ["torch"])
+
     report = {
         "machine": about,
         "data": f"{args.config} on {args.ranks} ranks, a checkpoint of {saved_gb:.2f} GB, in"
@@ -118,6 +123,7 @@ def main() -> None:
         "load": load,
         "seconds": seconds,
     }
+
     result = as_result("From SIGKILL to the next step", "seconds", seconds, ["all"])
     median_s = statistics.median(seconds["ours"])
     print(f"ours: {median_s:.1f} of {statistics.median(seconds['all']):.1f} s")

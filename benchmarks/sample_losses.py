@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
+
     for name, ((model_name, size, classes, fields), rows) in CASES.items():
         model = create_model(model_name, size, classes, **fields)
         step = TrainStep(
@@ -91,11 +92,13 @@ def main() -> None:
             lr_at=lambda step: 1e-4,
             micro_batch_size=rows,
         )
+
         images = torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8)
         labels = torch.randint(0, classes, (rows,))
         table = torch.zeros(rows, table_layout(CONFIG).width)
         table[:, 1] = 1.0
         batch = Batch(images, labels, torch.ones(rows), table, torch.arange(rows))
+
         total = args.rounds * args.steps * 2
         plan = Plan(1, rows, rows, 1, total, 0, total * rows, total, 0, total, 1)
         seconds: dict[str, list[float]] = {"with": [], "without": []}
@@ -109,6 +112,7 @@ def main() -> None:
                 if round_number:
                     seconds["with"].append(recorded)
                     seconds["without"].append(plain)
+
         ratios = sorted(a / b for a, b in zip(seconds["with"], seconds["without"], strict=True))
         print(
             f"{name}: {1e3 * statistics.median(seconds['with']):.2f} ms with,"

@@ -66,6 +66,7 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
     settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 1)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+
     with Loader(Slow(), 0, num_steps) as loader:
         world = World(0, 1, torch.device("cpu"))
         monitor = Monitor(run_of(plan, world, record, Slow.layout.image_format), loader)
@@ -81,11 +82,13 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
             monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
         monitor.flush()
     record.close()
+
     line = (
         r"^data-bound: (\d+)% of the time was spent waiting for images; the loader can load"
         r" ([\d.]+) images/s; (.*)"
     )
     messages = re.findall(line, capsys.readouterr().err, re.MULTILINE)
+
     lines = metrics(tmp_path, "train")
     assert len(lines) == num_steps
     for line in lines[1:]:
@@ -93,6 +96,7 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
         assert line["data_wait_max_s"] == line["data_wait_mean_s"] == line["data_wait_s"]
         assert (line["data_wait_rank"], line["data_wait_host"]) == (0, socket.gethostname())
         assert 0 < line["loader_images_per_s"] <= ROWS / PAUSE_S
+
     if is_told:
         shares = [int(share) for share, *_ in messages]
         assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same message was repeated"

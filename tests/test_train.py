@@ -247,6 +247,7 @@ def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_fini
     rows = []
     steps = 12
     config = write_config(tmp_path, shards, steps=steps)
+
     for ranks in (0, 2, 3):
         train(
             config,
@@ -260,6 +261,7 @@ def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_fini
         )
         losses.append([line["loss"] for line in metrics(tmp_path / f"run{ranks}", "train")])
         rows.append(np.concatenate([*map(np.load, epoch_files(tmp_path / f"run{ranks}").values())]))
+
     assert len(checksums) == 1
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-4), (
@@ -269,6 +271,7 @@ def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_fini
         assert np.allclose(other, rows[0], rtol=2e-3, atol=2e-3, equal_nan=True), (
             "losses of images may differ only by rounding to fp16"
         )
+
     before = final_state(tmp_path / "run2", steps)
     again = train(
         config, tmp_path / "run2", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=2

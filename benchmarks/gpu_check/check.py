@@ -151,6 +151,7 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
     settings = [f"train.device={device.type}", f"train.precision={precision}"]
     if small:
         settings += TINY_RUN
+
     big = () if small else ("model.name=vit_b16", "model.image_size=224")
     timed = TINY_STEP if small else ("data.global_batch_size=256", "data.micro_batch_size=256")
     promises: dict[str, tuple[str, float, Callable[[], Iterable[Line]]]] = {
@@ -169,29 +170,35 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
             partial(guarantees.cost_of_determinism, device, *timed, seconds=1 if small else 5),
         ),
     }
+
     built = [
         GpuCheck(name, title, budget_s, partial(_on_device, device, run))
         for name, (title, budget_s, run) in promises.items()
     ]
+
     place = partial(kills.make_place, folder / "resume", *settings)
     built += [
         GpuCheck("resume", "kill -9 and resume", 180, partial(_resume, place, on_gpu)),
         GpuCheck("pauses", "what stops training", 90, partial(_pauses, folder, settings, big)),
     ]
+
     for model in ("vit_b16",) if small else MODELS:
         run = partial(_speed, model, [*settings[:2], *(TINY_STEP if small else ())], small)
         built.append(GpuCheck(model, f"speed of {model}", 200, run))
+
     sized = TINY_STEP if small else LEVER_STEP
     num_steps = 8 if small else levers.NUM_STEPS
     one = partial(levers.on_one_device, device, *sized, num_steps=num_steps)
     run_one = partial(_on_device, device, one)
     built.append(GpuCheck("levers", "settings for speed and memory", 240, run_one))
+
     if num_gpus > 1 or small:
         several = partial(_rank_levers, folder, settings, () if small else LEVER_RUN, num_steps)
         built.append(GpuCheck("rank_levers", "settings for several ranks", 180, several))
         rows = 8 if small else 256
         run = partial(_ranks, folder, settings, rows, TINY_MODEL if small else ())
         built.append(GpuCheck("ranks", "two ranks", 240, run))
+
     return sorted(built, key=lambda part: ORDER.index(part.name))
 
 

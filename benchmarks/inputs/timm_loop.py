@@ -124,14 +124,17 @@ def timm_loop(config: Config) -> Outcome:
     assert config.train.epochs is not None, "checked: whole epochs"
     assert config.run.dir is not None, "load_config names it"
     assert config.optim.clip_grad_norm is not None, "checked: the default"
+
     torch.manual_seed(config.train.seed)
     random.seed(config.train.seed)
     np.random.seed(config.train.seed % 2**32)
+
     train_loader, eval_loader, num_classes = _loaders(config)
     model = _model(config, num_classes)
     optimizer = create_optimizer_v2(
         model, opt="adamw", lr=config.optim.lr, weight_decay=config.optim.weight_decay
     )
+
     per_epoch = len(train_loader)
     warmup = round((config.schedule.warmup_epochs or 0) * per_epoch)
     total = round(config.train.epochs * per_epoch)
@@ -143,6 +146,7 @@ def timm_loop(config: Config) -> Outcome:
         warmup_prefix=True,
         t_in_epochs=False,
     )
+
     mixup = Mixup(
         mixup_alpha=config.augment.mixup_alpha,
         cutmix_alpha=config.augment.cutmix_alpha,
@@ -150,6 +154,7 @@ def timm_loop(config: Config) -> Outcome:
         num_classes=num_classes,
     )
     loss_of = SoftTargetCrossEntropy()
+
     step = 0
     scheduler.step_update(step)
     curve = list[tuple[float, float]]()
@@ -167,6 +172,7 @@ def timm_loop(config: Config) -> Outcome:
         right = evaluate(model, eval_loader)
         curve.append((epoch + 1.0, 100 * float(right.mean())))
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, top-1 {curve[-1][1]:.2f} %", flush=True)
+
     Path(config.run.dir).mkdir(exist_ok=True)
     torch.save(model.state_dict(), Path(config.run.dir) / "weights.pth")
     return Outcome(curve, {"model": right}, was_cut=False)

@@ -34,9 +34,11 @@ def live(script: str, variant: str, folder: Path, number: int, life: Life) -> st
     ended with status 0 or were killed as intended."""
     log = folder / "log"
     log.mkdir(parents=True, exist_ok=True)
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     ranks = []
     group = 0
     for rank in range(life.ranks):
@@ -73,9 +75,11 @@ def live(script: str, variant: str, folder: Path, number: int, life: Life) -> st
             )
         )
         group = ranks[0].pid
+
     ended = _wait(ranks, log, number)
     with contextlib.suppress(ProcessLookupError):  # all ranks and workers have ended
         os.killpg(group, signal.SIGKILL)
+
     statuses = [rank.wait() for rank in ranks]
     if ended:
         return ended

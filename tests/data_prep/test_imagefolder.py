@@ -234,6 +234,7 @@ def test_runs_without_torch(flat, tmp_path):
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text(
         "raise ImportError('torch is blocked')"
     )
+
     env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'blocked'}:{os.getcwd()}"}
     assert (
         subprocess.run(
@@ -241,6 +242,7 @@ def test_runs_without_torch(flat, tmp_path):
         ).returncode
         == 1
     )
+
     out = str(tmp_path / "out")
     for command in (
         ["imagefolder", str(flat), "--out", out],
@@ -262,6 +264,7 @@ def test_runs_without_torch(flat, tmp_path):
             env=env,
             check=True,
         )
+
     code = (
         "import sys; from vit.data.storage.opening import open_split; open_split(sys.argv[1], "
         " 'val').read(0)"

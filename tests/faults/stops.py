@@ -49,6 +49,7 @@ def stopped_and_continued(
         f"run.hang_timeout_s={2 * for_s + 60}",
     )
     watched = Watched(run, run_dir, Served(), whole.steps)
+
     if target == "writer":
         with watched.stopped_in("save", rng) as pids:
             thread = _newest_thread(pids[0])
@@ -70,6 +71,7 @@ def stopped_and_continued(
                 faults = _waits(
                     run_dir, for_s, lambda: {*states_of_threads(victim).values()} == {"T"}
                 )
+
     output = run.end()
     if run.process.returncode != 0:
         return [*faults, f"status {run.process.returncode}: {output}"]

@@ -115,18 +115,21 @@ class _FileHandler(BaseHTTPRequestHandler):
         self.path, _, query = self.path.partition("?")
         web.requests.append((self.command, self.path, range_header))
         web.headers.append(dict(self.headers))
+
         if to := web.redirects.get(self.path):
             self.send_response(302)
             self.send_header("Location", to)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
+
         time.sleep(web.delay_s)
         content = web.files.get(self.path)
         cut = False
         if time.monotonic() < web.away_until_s:
             self._refuse(503)
             return
+
         name, value = web.header or (
             "Authorization",
             f"Basic {base64.b64encode(web.login.encode()).decode()}" if web.login else "",
@@ -134,19 +137,23 @@ class _FileHandler(BaseHTTPRequestHandler):
         if (value and self.headers[name] != value) or query != (web.signature or query):
             self.send_error(401 if query == (web.signature or query) else 403)
             return
+
         if web.fails_each and len(web.requests) % web.fails_each == 0:
             cut = len(web.requests) % (2 * web.fails_each) == 0
             if not cut:
                 self._refuse(503)
                 return
+
         if (body and web.statuses) or content is None:
             self._refuse(web.statuses.pop(0) if body and web.statuses else 404)
             return
+
         tag = f'"{hash(content):x}"'
         start = 0
         stop = len(content)
         if web.tags:
             tag = web.tags[len(web.requests) % len(web.tags)]
+
         if (
             range_header
             and web.ranges
@@ -170,6 +177,7 @@ class _FileHandler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         else:
             self.send_response(200)
+
         self.send_header("ETag", tag)
         if web.lengths:
             self.send_header(
@@ -179,6 +187,7 @@ class _FileHandler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.close_connection = True
         self.end_headers()
+
         if body:
             end = start + web.cuts.pop(0) if web.cuts else (start + stop) // 2 if cut else stop
             pause = end if web.hang_after is None else start + web.hang_after

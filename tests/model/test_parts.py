@@ -168,12 +168,14 @@ def test_dinov3_equals_transformers():
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     fields = {"rope_type": "dinov3", "reg_tokens": 4, "pos_embed": "none", "init_values": 0.1}
     model = randomise(VisionTransformer(SIZE, **TINY, **fields))
+
     config = transformers.DINOv3ViTConfig(
         image_size=SIZE, patch_size=8, hidden_size=32, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_register_tokens=4, layer_norm_eps=1e-6, layerscale_value=0.1,
         query_bias=True, key_bias=True, value_bias=True,
     )  # fmt: skip
     guest = transformers.DINOv3ViTModel(config).eval()
+
     renames = [
         ("attention.o_proj", "attn.proj"),
         ("layer_scale1.lambda1", "ls1.gamma"),
@@ -185,6 +187,7 @@ def test_dinov3_equals_transformers():
         ("embeddings.patch_embeddings", "patch_embed.proj"),
         ("layer.", "blocks."),
     ]
+
     ours = model.state_dict()
     weights = {}
     for name, value in guest.state_dict().items():
@@ -200,6 +203,7 @@ def test_dinov3_equals_transformers():
         else:
             mine = mine.replace(f"attention.{part[indices[0]]}", "attn.qkv")
             weights[name] = ours[mine].chunk(3)[indices[0]]
+
     guest.load_state_dict(weights)
     with torch.no_grad():
         expected = guest(images()).last_hidden_state

@@ -196,12 +196,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     (folder / "photo.jpg").write_bytes(image(0, 0))
+
     digits = digits_as_mnist()
     small_cifar = cifar.KINDS[10]
     small_cifar = small_cifar._replace(
         files={name: (split, 20) for name, (split, _) in small_cifar.files.items()}
     )
     cifar_files = cifar_archive(small_cifar)
+
     foods = {
         f"food/{split}/{name}/{n}.jpg": image(label, n)
         for split in ("train", "test")
@@ -213,9 +215,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
         for label, name in enumerate(animals10.ENGLISH)
         for n in range(10)
     }
+
     served = {f"/mnist/{name}.gz": content for name, content in digits.items()}
     served |= {f"/cifar/{small_cifar.archive}": cifar_files, "/food.zip": packed(foods)}
     served |= {"/kaggle/animals10": packed(animals)}
+
     with WebServer(served) as web, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("no_proxy", "127.0.0.1")

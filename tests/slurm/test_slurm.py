@@ -304,6 +304,7 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
         jobs[partition] = submit_training(
             cluster, tmp_path / partition, shards, steps=1_000_000, options=options
         )
+
     for partition, job in jobs.items():
         wait_for_step(job, tmp_path / partition / "run", 20)
     cluster.submit(
@@ -314,6 +315,7 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
         "--cpus-per-task=14",
         "--wrap=true",
     ).wait()
+
     for partition, job in jobs.items():
         run_dir = tmp_path / partition / "run"
         job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "RUNNING")
@@ -322,6 +324,7 @@ def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited
         wait_for_step(job, run_dir, stopped["step"] + 20)
         assert starts(run_dir) == [0, stopped["step"]]
         job.cancel()
+
     assert "Not queued again by this script" in jobs["main"].log
     assert f"Queueing job {jobs['grace'].number} again" in jobs["grace"].log
 

@@ -57,6 +57,7 @@ def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
         'exec "$@"\n'
     )
     slow.chmod(0o755)
+
     options = ["--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=20"]
     jobs = []
     for name in ("limit", "canceled"):
@@ -71,14 +72,17 @@ def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
         ]
         variables = {"SRUN_ARGS": f"--mpi=none\n{slow}", "STAGE": str(tmp_path / "stage")}
         jobs.append(cluster.submit(tmp_path / name / "log", *options, *arguments, **variables))
+
     for job in jobs:
         job.wait(lambda facts, job=job: "staging now" in job.log)
     limit, canceled = jobs
     limit.cancel("--batch", "--signal=USR1")
     canceled.cancel()
+
     limit.wait(lambda facts: facts["Restarts"] == "1")
     assert metrics(tmp_path / "limit" / "run", "end")[-1]["outcome"] == "stopped", limit.log
     assert "note: not all shards were staged" in limit.log
+
     canceled.wait()
     deadline = time.monotonic() + 60
     while "not started: ended by SIGTERM" not in canceled.log:

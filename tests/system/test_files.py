@@ -49,6 +49,7 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
     print("begun", flush=True)
     sys.stdin.readline()
 """
+
     processes = [
         subprocess.Popen(
             [*OWN_PIDS, sys.executable, "-c", writer],
@@ -62,6 +63,7 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
+
     assert len(list(tmp_path.glob(".a.tar.*.tmp"))) == 2
     subprocess.run(
         [
@@ -72,6 +74,7 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
         ],
         cwd=ROOT,
     )
+
     for process in processes:
         process.communicate("\n")
         assert process.returncode == 0

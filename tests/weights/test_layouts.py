@@ -199,10 +199,12 @@ def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
     token must be dropped, and the norm must be initialized."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}
+
     encoder = randomised(create_model("vit_ti8", 32, 5, **shape)).state_dict()
     decoder = {"mask_token": torch.ones(1, 1, 16), "decoder_pos_embed": torch.ones(1, 17, 16)}
     saved = {name: value for name, value in encoder.items() if not name.startswith("head")}
     torch.save({"model": saved | decoder}, tmp_path / "mae.pth")
+
     config = ViTMAEConfig(
         hidden_size=48,
         num_hidden_layers=2,
@@ -216,10 +218,12 @@ def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
         decoder_intermediate_size=32,
     )
     ViTMAEForPreTraining(config).save_pretrained(tmp_path / "hf")
+
     for path, layout in ((tmp_path / "mae.pth", "mae"), (tmp_path / "hf", "huggingface")):
         loaded = read_weights(path)
         assert loaded.layout == layout
         assert any(n.startswith("dropped, not used for classification: ") for n in loaded.notes)
+
         model = create_model(**pools, num_classes=7)
         notes = load_weights(model, loaded.weights, reset_head=True)
         assert notes == [
@@ -230,6 +234,7 @@ def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
             model.state_dict()["blocks.1.attn.qkv.weight"],
             loaded.weights["blocks.1.attn.qkv.weight"],
         )
+
         with pytest.raises(WeightsError, match="the head is different"):
             load_weights(model, loaded.weights)
 

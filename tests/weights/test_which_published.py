@@ -332,6 +332,7 @@ def test_folders_of_transformers_are_identified(tmp_path):
     ViTForImageClassification(config).save_pretrained(tmp_path)
     size = {"height": 32, "width": 32}
     ViTImageProcessor(size=size, image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path)
+
     loaded, published = with_published_config(read_weights(tmp_path), None, "data")
     assert loaded.class_names == ["apple", "bee"]
     assert (published.mean, published.crop_mode, published.interpolation) == (
@@ -339,12 +340,15 @@ def test_folders_of_transformers_are_identified(tmp_path):
         "squash",
         "bilinear",
     )
+
     [note] = load(tmp_path).notes
     norms = "its norms use epsilon 1e-12 (layer_norm_eps), this project's 1e-06"
     assert note == f"{norms}: the last digits of logits differ"
+
     made = from_dict(loaded.config, "test")
     model = create_model(made.model, num_classes=loaded.num_classes)
     assert load_weights(model, loaded.weights) == []
+
     size = {"shortest_edge": 40}
     CLIPImageProcessor(size=size, crop_size=32, resample=3).save_pretrained(tmp_path)
     published = identify(tmp_path)

@@ -185,8 +185,10 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
         "PNG P with transparencies",
         encoded(picture(width, height, "P"), "PNG", transparency=bytes(range(256))),
     )
+
     for color_type, name in {2: "RGB", 4: "LA", 6: "RGBA"}.items():
         yield f"PNG {name} of 16 bits", png(color_type, width, height)
+
     for mode in (
         "1",
         "L",
@@ -217,22 +219,26 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
             f"TIFF to be turned ({orientation})",
             encoded(picture(width, height), "TIFF", tiffinfo={0x0112: orientation}),
         )
+
     for mode in ("1", "L", "RGB", "I;16", "F"):
         yield f"PPM {mode}", encoded(picture(width, height, mode), "PPM")
     yield (
         "PPM RGB of 16 bits",
         b"P6 %d %d 65535 " % (width, height) + random.Random(1).randbytes(6 * width * height),
     )
+
     for mode in ("1", "L", "P", "RGB", "RGBA"):
         yield f"BMP {mode}", encoded(picture(width, height, mode), "BMP")
     for mode in ("L", "P", "RGB"):
         yield f"GIF {mode}", encoded(picture(width, height, mode), "GIF")
+
     both = [picture(width, height), picture(width, height).rotate(180)]
     for form in ("GIF", "PNG", "WEBP"):
         yield f"{form}, animated", encoded(both[0], form, save_all=True, append_images=both[1:])
     for mode in ("RGB", "RGBA"):
         yield f"WEBP {mode}", encoded(picture(width, height, mode), "WEBP", lossless=True)
     yield "WEBP lossy", encoded(picture(width, height), "WEBP", quality=60)
+
     if features.check("avif"):
         for mode in ("RGB", "RGBA"):
             yield f"AVIF {mode}", encoded(picture(width, height, mode), "AVIF", quality=50)
@@ -421,6 +427,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
             if rng.random() < 0.5
             else rng.randrange(2, min(len(hurt), 700))
         )
+
         match rng.randrange(13):
             case 0:
                 hurt[at] = rng.randrange(256)

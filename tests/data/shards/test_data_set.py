@@ -214,6 +214,7 @@ def test_unfit_samples_are_listed_and_skipped_only_if_they_are_named(tmp_path):
         ("f.cls", b"1"),
         ("README", b"x"),
     ]
+
     tar = write_tar(tmp_path / "train-00000.tar", members)
     survey = survey_tar(tar)
     assert [sample.key for sample in survey.samples] == ["a", "d"]
@@ -224,6 +225,7 @@ def test_unfit_samples_are_listed_and_skipped_only_if_they_are_named(tmp_path):
         ("f", "f.jpg"),
     ]
     assert survey.ignored == {"a file without key and suffix": 1}
+
     with pytest.raises(
         ShardError,
         match=(
@@ -232,6 +234,7 @@ def test_unfit_samples_are_listed_and_skipped_only_if_they_are_named(tmp_path):
         ),
     ):
         scan_tar(tar)
+
     assert scan_tar(tar, left_out=[sample.offset for sample in survey.unfit]) == survey.samples
     with pytest.raises(ShardError, match="sample 'b'"):
         scan_tar(tar, left_out=[sample.offset for sample in survey.unfit[1:]])

@@ -25,6 +25,7 @@ def test_broken_tars_of_other_tools_are_reported(tmp_path, capsys):
             for s in range(5)
         ),
     )
+
     write_tar(
         root / "train-000.tar", [*pair("a.b", image_bytes(0), 0), *pair("c", image_bytes(1), 0)]
     )
@@ -34,8 +35,10 @@ def test_broken_tars_of_other_tools_are_reported(tmp_path, capsys):
     )
     edit(root / "train-003.tar", lambda data: data.__delitem__(slice(1000, None)))
     (root / "train-004.tar").write_bytes(b"\x1f\x8b" + bytes(2000))
+
     for path in (*root.glob("*.json"), *root.glob("*.idx"), *root.glob("*.npy")):
         path.unlink()
+
     filenames = [f"train-{n:03d}.tar" for n in range(5)]
     described = {
         "name": "train",
@@ -44,6 +47,7 @@ def test_broken_tars_of_other_tools_are_reported(tmp_path, capsys):
         "num_samples": 10,
     }
     (root / "_info.json").write_text(json.dumps({"splits": {"train": described}, "num_classes": 2}))
+
     assert verify(root) == 1
     output = capsys.readouterr().out
     for text in (

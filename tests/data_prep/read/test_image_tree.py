@@ -63,6 +63,7 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
             (folder / name / other).write_bytes(b"x")
         Image.new("RGB", (12, 10)).save(folder / name / "d.avif")
         Image.open(folder / name / "0.jpg").save(folder / name / "e.jfif", "JPEG")
+
     command = [
         str(folder),
         "--out",
@@ -74,11 +75,13 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
         "--class-order",
         "number",
     ]
+
     assert main(command) == 2
     assert (
         "6 of 24 images would be skipped, more than the 5 that --max-unreadable 0.01 allows: 6"
         " files not" in capsys.readouterr().err
     )
+
     command += ["--max-unreadable", "0.25"]
     assert main([*command, "--no-apply-exif"]) == 0
     lines = [
@@ -93,6 +96,7 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
             " numbers do not)"
         ),
     ]
+
     printed = capsys.readouterr().out
     card = (tmp_path / "out" / "dataset.md").read_text().replace("\\", "")
     for line in lines:
@@ -100,6 +104,7 @@ def test_skipped_images_and_exif_orientations_are_reported(tmp_path, capsys):
         assert line in card
     assert json.loads((tmp_path / "out" / "_info.json").read_text())["exif_oriented"] == 6
     assert json.loads((tmp_path / "out" / "_info.json").read_text())["class_names"] == ["9", "10"]
+
     command[2] = str(tmp_path / "upright")
     assert main(command) == 0
     assert "ask to be turned" not in capsys.readouterr().out
@@ -124,6 +129,7 @@ def test_all_readable_images_are_used_regardless_of_their_names(tmp_path, capsys
         "avif",
         "jp2",
     )
+
     for number, name in enumerate("ab"):
         for suffix in suffixes:
             add(folder / name / "plain.jpg", number)
@@ -133,6 +139,7 @@ def test_all_readable_images_are_used_regardless_of_their_names(tmp_path, capsys
             image.save(folder / name / f"{suffix}.{suffix}", None if suffix != "jfif" else "JPEG")
         (folder / name / "plain.jpg").rename(folder / name / "without")
         (folder / name / "LICENSE").write_text("a text")
+
     assert (
         main(
             [

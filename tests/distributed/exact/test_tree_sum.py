@@ -227,8 +227,10 @@ def test_a_step_equals_a_plain_loop_over_micro_batches():
     torch.nn.init.normal_(model.head.weight)
     plain = copy.deepcopy(model)
     world = World(0, 1, torch.device("cpu"))
+
     augment = Augment(CONFIG, 5, (0.5,) * 3, (0.25,) * 3, world.device)
     optimizers = [torch.optim.AdamW(each.parameters(), fused=True) for each in (model, plain)]
+
     leaves = Leaves(model, 3, 2, world, 0)
     step = plain_step(
         model,
@@ -240,8 +242,10 @@ def test_a_step_equals_a_plain_loop_over_micro_batches():
         micro_batch_size=2,
         leaves=leaves,
     )
+
     batch = make_batch(6)
     result = step(augment.change_batch(batch), 0).read()
+
     by_leaf, loss_sums = [], []
     for first in (0, 2, 4):
         plain.zero_grad()
@@ -251,10 +255,12 @@ def test_a_step_equals_a_plain_loop_over_micro_batches():
         (loss * (1 / 6)).backward()
         loss_sums.append(loss.detach())
         by_leaf.append([p.grad.clone() for p in plain.parameters()])
+
     for parameter, each in zip(plain.parameters(), zip(*by_leaf, strict=True), strict=True):
         parameter.grad = by_recursion(list(each))
     optimizers[1].param_groups[0]["lr"] = 1e-3
     optimizers[1].step()
+
     different = [
         name
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True)

@@ -238,6 +238,7 @@ class Server:
             "config": "{}",
             "project": project,
         }
+
         if "upsertBucket" in query:
             self.names.append(variables["name"])
             return {
@@ -246,6 +247,7 @@ class Server:
                     "inserted": not self.history,
                 }
             }
+
         if "RunResumeStatus" in query and self.history:
             counts = {
                 "historyLineCount": len(self.history),
@@ -259,11 +261,13 @@ class Server:
             }
             config = {"wandbConfig": '{"t": 1}', "tags": [], "notes": ""}
             return {"model": {**project, "bucket": {**bucket, **counts, **tails, **config}}}
+
         if "createRunFiles" in query:
             files = [
                 {"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]
             ]
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
+
         return {}
 
     def leave(self) -> None:
