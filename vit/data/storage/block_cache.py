@@ -60,21 +60,25 @@ log = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """The bytes of a block. part_ends: the end of each part, or None if the block must not be
-    stored."""
+    """The bytes of a block."""
 
     data: bytes
     part_ends: list[int] | None
+    """The end of each part, or None if the block must not be stored."""
 
 
 class BlockCache:
     """The blocks below `folder`. A cache can be pickled, and shared by threads and processes."""
 
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
-        """folder: by default `default_folder()`.
+        """Create the folder if it does not exist, and choose the limit.
 
-        limit_gib: by default half of the free space, counting cached blocks as free, but at most 50
-        GiB. Raises ShardError if the folder cannot be used or the disk is too small for the limit.
+        Raises ShardError if the folder cannot be used or the disk is too small for the limit.
+
+        Args:
+            folder: By default `default_folder()`.
+            limit_gib: By default half of the free space, counting cached blocks as free, but at
+                most 50 GiB.
         """
         self.folder = default_folder() if folder is None else Path(folder).expanduser().absolute()
         try:
@@ -92,6 +96,7 @@ class BlockCache:
                 f"{self.folder}: cannot store the shard cache ({error.strerror}); choose a folder"
                 " on a local disk with loader.cache_dir"
             ) from error
+
         if limit_gib is None:
             self.limit_bytes = int(min(available // 2, DEFAULT_GIB * GIB))
         else:
@@ -102,6 +107,7 @@ class BlockCache:
                     f" {available / GIB:.1f}; set a smaller size, or choose another disk with"
                     " loader.cache_dir"
                 )
+
         self._refused_at_s = -TRY_AGAIN_S
         with suppress(OSError):  # without the file, others ignore this limit
             weakref.finalize(self, os.close, self._announce_limit())
@@ -120,6 +126,7 @@ class BlockCache:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return None
+
         try:
             status = os.fstat(fd)
             data = os.pread(fd, stop - start, start)
@@ -129,6 +136,7 @@ class BlockCache:
                 log.warning("%s is damaged and is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
+
             # A block with a time in the future would look recently used for a long time, so use
             # `abs`.
             if abs(time.time() - status.st_mtime) > TOUCH_AFTER_S:
@@ -157,8 +165,11 @@ class BlockCache:
     def fetch(self, name: str, get: Callable[[], Fetched], may_remove: bool = True) -> bytes | None:
         """Store a block in the cache if it fits and is not cached yet.
 
-        get: a function that fetches the block. may_remove: whether other blocks may be removed to
-        make room. Returns the bytes if this call fetched them, or None if the block is cached.
+        Returns the bytes if this call fetched them, or None if the block is cached.
+
+        Args:
+            get: A function that fetches the block.
+            may_remove: Whether other blocks may be removed to make room.
         """
         path = self.folder / name
         with ExitStack() as stack:
@@ -172,9 +183,11 @@ class BlockCache:
                 return data
             if part is None:
                 return None
+
             data, part_ends = get()
             if part_ends is None:
                 return data
+
             bounds = zip([0, *part_ends], part_ends, strict=False)
             checksums = b"".join(_checksum(data[start:end]) for start, end in bounds)
             try:
@@ -204,6 +217,7 @@ class BlockCache:
         """
         if num_bytes > self.limit_bytes:
             return False
+
         with self._locked_count() as (fd, used):
             if used + num_bytes > self.limit_bytes:
                 limit = self._largest_limit()
@@ -229,6 +243,7 @@ class BlockCache:
                     and abs(time.time() - status.st_mtime) > ABANDONED_AFTER_S
                 ):
                     remove_unless_locked(path)
+
         # Blocks that other processes are storing are not counted, so the cache can exceed its limit
         # by a block per process.
         left = sum(size for _, size, _ in blocks)

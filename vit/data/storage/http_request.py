@@ -38,16 +38,21 @@ def get(
 ) -> BaseHTTPResponse:
     """Return the response to a GET request after redirects. Its content is not read yet.
 
-    Each server receives only its own credentials. url, name: see `address`. was_there: whether the
-    server has responded before; if so, an unknown host means an outage, not a typo. connect_s,
-    silence_s: time limits for connecting and for the next byte. Raises RetryableError or
-    ShardError.
+    Each server receives only its own credentials. Raises RetryableError or ShardError.
+
+    Args:
+        url, name: See `address`.
+        was_there: Whether the server has responded before. If so, an unknown host means an outage,
+            not a typo.
+        connect_s: The time limit for connecting.
+        silence_s: The time limit for the next byte.
     """
     import urllib3  # not needed for shards on a local disk
 
     timeout = urllib3.Timeout(connect=connect_s, read=silence_s)
     at = address(url, name)
     login = credentials(url)
+
     for _ in range(MAX_REDIRECTS + 1):
         try:
             response = pool(os.getpid(), _proxy(at)).request(
@@ -67,6 +72,7 @@ def get(
         location = response.get_redirect_location()
         if not location:
             return response
+
         response.close()
         before = _server(at)
         at = urllib.parse.urljoin(at, location)
@@ -75,9 +81,11 @@ def get(
                 f"{shown(address(url, name))}: redirected to {shown(at)}, which is not followed"
                 " because it is not a web address; correct the address"
             )
+
         # Do not send a URL's login to another server after a redirect.
         login = credentials(at) or (login if _server(at) == before else {})
         at = address(at)
+
     raise ShardError(
         f"{shown(address(url, name))}: too many redirects, the last one to {shown(at)}; correct"
         " the address"
@@ -104,6 +112,7 @@ def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
         return ShardError(
             f"{shown(url)}: {error}; check the clock and the installed CA certificates"
         )
+
     final = None
     num_refusals = NUM_REFUSALS
     if not was_there:
@@ -122,6 +131,7 @@ def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
                 f"{shown(url)}: no server listens at this port (connection refused); correct the"
                 " address, or start the server"
             )
+
     return RetryableError(
         f"cannot be reached ({reason_of(error)})", final=final, num_refusals=num_refusals
     )

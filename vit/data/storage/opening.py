@@ -31,7 +31,7 @@ class RemoteStorage:
         cache_gib: float | None = None,
         retry: RetryPolicy | None = None,
     ):
-        """cache_dir, cache_gib: see `BlockCache`."""
+        """See `BlockCache` for cache_dir and cache_gib."""
         self.caches_folders = cache_dir is not None
         self._cache_dir = cache_dir
         self._cache_gib = cache_gib
@@ -91,10 +91,10 @@ def open_split(
     folder is missing or does not match the tars, it is rebuilt from all tars, with a warning.
 
     Args:
-        cache_dir, cache_gib: see `BlockCache`. If cache_dir is None, shards in a folder are read in
+        cache_dir, cache_gib: See `BlockCache`. If cache_dir is None, shards in a folder are read in
             place.
-        retry: retry limits if the storage does not respond.
-        is_checked, versions: see `vit.data.shards.data_set.open_split`.
+        retry: The retry limits if the storage does not respond.
+        is_checked, versions: See `vit.data.shards.data_set.open_split`.
 
     Raises ShardError with a list of all problems of the same kind: missing folder, `_info.json`,
     split or shards; wrong shard sizes; inconsistent lengths; labels outside [0, num_classes).

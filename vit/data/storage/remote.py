@@ -73,6 +73,7 @@ class RemoteFolder:
             raise self._not_indexed(f"no {name}") from None
         if version.size == 0:
             raise self._not_indexed(f"an empty {name}")
+
         path = cache.folder / self.digest / f"{split}.index.{version.digest()}.npy"
         try:
             with ExitStack() as stack:
@@ -87,6 +88,7 @@ class RemoteFolder:
                     # Either process may finish first, because both write the same bytes.
                     temporary = stack.enter_context(temporary_file(path)).name
                     part = stack.enter_context(FileIO(temporary, "r+"))
+
                 if part is not None:
                     if path.exists():
                         log.warning("%s is damaged and is fetched again", path)
@@ -97,6 +99,7 @@ class RemoteFolder:
                 f"{path}: cannot be written ({error.strerror}); free some space, or choose another"
                 " loader.cache_dir"
             ) from error
+
         return path
 
     def stats(self, names: list[str]) -> list[Version | str]:
