@@ -40,6 +40,7 @@ from vit.system.retry import RetryPolicy
 BLOCK_BYTES = 8 << 20
 """The target size of a block in bytes. Smaller blocks need more requests and add network latency.
 Larger blocks delay the first batch."""
+
 READ_AHEAD_BATCHES = 8
 """Blocks are requested this many batches before they are needed. The cache must hold these batches
 and their shuffle windows."""
@@ -47,9 +48,11 @@ ASK_AGAIN_S = 60.0
 """The time in seconds after a request before a process checks again whether the block is cached."""
 MAX_REQUESTED = 4096
 """The maximum number of requested blocks that a process remembers. A full list is cleared."""
+
 BEAT_S = 1.0
 """The interval in seconds at which a process that waits for a block updates its status in
 `vit.data.stages`."""
+
 NUM_THREADS = 8
 """The maximum number of concurrent requests per process."""
 NUM_THREADS_OF_HOST = 64
@@ -123,28 +126,30 @@ class CachedTars:
         cache: BlockCache,
         retry: RetryPolicy | None = None,
     ):
-        """folder: a store, or the path of a mounted folder.
+        """Open the index, and plan the blocks of each shard.
 
-        index: rows of the index, or the path of its file.
-        firsts: the first sample of each shard, followed by the number of samples.
-        retry: retry limits for a mounted folder.
+        Args:
+            folder: A store, or the path of a mounted folder.
+            index: The rows of the index, or the path of its file.
+            firsts: The first sample of each shard, followed by the number of samples.
+            retry: The retry limits for a mounted folder.
         """
-        self.folder: Store | MountedFolder
-        if isinstance(folder, Path):
-            self.folder = MountedFolder(folder, filenames, retry)
-        else:
-            self.folder = folder
+        self.folder: Store | MountedFolder = (
+            MountedFolder(folder, filenames, retry) if isinstance(folder, Path) else folder
+        )
         self.filenames = filenames
         self.versions = versions
         self.index = open_index(index) if isinstance(index, Path) else index
         self.cache = cache
         self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
+
         # Use a power of two, so that a block of 64 samples in the order consists of one or more
         # whole cache blocks.
         fitting = max(BLOCK_BYTES * len(self.index) // max(self.stored_bytes, 1), 1)
         most = DEFAULT_BLOCK_SAMPLES if len(self.index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
+
         self._names = [
             f"{self.folder.digest}/{name.removesuffix('.tar').replace('/', '%')}.{version.digest()}"
             for name, version in zip(filenames, versions, strict=True)
@@ -181,6 +186,7 @@ class CachedTars:
         """
         start = self._start(sample, shard)
         stop = self._stop(sample)
+
         # Retry, because other processes may fill the cache, which removes the block before this
         # process has read it.
         for _ in range(3):
@@ -191,11 +197,15 @@ class CachedTars:
                 block = self._make_block(shard, sample, sample + 1)
                 data = self._read_cached(block, sample, start, stop)
             stages.current.count(cache_hits=data is not None, cache_misses=data is None)
-            if data is None and (fetched := self._fetch(block)) is not None:
-                data = fetched[start - block.start : stop - block.start]
+
+            if data is None:
+                fetched = self._fetch(block)
+                if fetched is not None:
+                    data = fetched[start - block.start : stop - block.start]
             if data is not None:
                 stages.current.count(read_bytes=len(data))
                 return data[offset - start : offset - start + size]
+
         raise ShardError(
             f"{self.cache.folder}: other processes remove blocks before they are read; enlarge the"
             " cache with loader.cache_gib"
@@ -255,12 +265,14 @@ class CachedTars:
         """
         if self.cache.refuses():
             return
+
         now_s = time.monotonic()
         shards = self._shards_of(samples)
         # A block never spans two shards, so combine shard and block into one number.
         numbers, rows = np.unique(
             shards * (1 << 40) + samples // self.block_samples, return_index=True
         )
+
         if len(self._requested_at_s) > MAX_REQUESTED:
             self._requested_at_s.clear()
         for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
@@ -323,14 +335,17 @@ class CachedTars:
         )
         with self._lock:
             stages.current.count(fetched_bytes=len(data))
+
         rows = self.index[block.first : block.last]
         starts = (rows["offset"].astype(np.int64) - block.start).tolist()
         sizes = rows["size"].tolist()
         checksums = rows["crc32c"].tolist()
+
         ends = []
         for start, size, checksum in zip(starts, sizes, checksums, strict=True):
             is_indexed = member_size(data[start - TAR_BLOCK : start]) == size
-            if not is_indexed or (checksum and crc32c(data[start : start + size]) != checksum):
+            is_damaged = checksum > 0 and crc32c(data[start : start + size]) != checksum
+            if not is_indexed or is_damaged:
                 return Fetched(data, None)
             ends.append(start + size)
         return Fetched(data, ends)
@@ -352,6 +367,7 @@ class CachedTars:
         """
         if self._pid != os.getpid():
             self._reset()
+
         with self._lock:
             future = self._under_way.get(block.name)
             if future is None:
@@ -363,6 +379,7 @@ class CachedTars:
                     # Use daemon threads, so that the process can exit without waiting for a slow
                     # server.
                     threading.Thread(target=self._serve, daemon=True).start()
+
             if is_urgent and block.name in self._waiting:
                 self._waiting.move_to_end(block.name, last=False)
             return future

@@ -54,6 +54,7 @@ def locked_part(
                     if is_at(file.fileno(), name):
                         name.unlink(missing_ok=True)
             return
+
     yield None
 
 
@@ -85,11 +86,13 @@ def _wait_for_lock(fd: int, path: Path) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _given_up.discard(path)
             return
+
         _waited_for.add(path)
         now_s = time.monotonic()
         if os.fstat(fd).st_size != size:
             size = os.fstat(fd).st_size
             grew_s = now_s
+
         if now_s - grew_s > LOCK_WAIT_S or path in _given_up:
             _given_up.add(path)
             raise TimeoutError(errno.ETIMEDOUT, f"{path.name} is locked by {_holder(fd)}")
@@ -97,6 +100,7 @@ def _wait_for_lock(fd: int, path: Path) -> None:
             warn_at_s = now_s + WARN_AGAIN_S
             left_s = grew_s + LOCK_WAIT_S - now_s
             log.warning("%s: locked by %s; waiting for up to %.0f s", path, _holder(fd), left_s)
+
         stages.current.beat()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
@@ -151,10 +155,13 @@ def open_shared(name: str | Path, flags: int) -> int:
     is_trusted = status.st_uid in (os.geteuid(), folder.st_uid) or (
         is_group_folder and status.st_gid == folder.st_gid
     )
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_trusted:
+    is_plain_file = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+    if not is_plain_file or not is_trusted:
         os.close(fd)
         raise OSError(errno.EPERM, f"{path.name} is a link, or belongs to another user")
-    if is_group_folder and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWGRP:
+
+    is_closed_to_group = is_group_folder and not status.st_mode & stat.S_IWGRP
+    if is_closed_to_group and status.st_uid == os.geteuid():
         os.fchmod(fd, 0o660)
     return fd
 

@@ -37,11 +37,10 @@ ATTEMPT_S = 120.0
 """The maximum time in seconds for one request. The next request resumes where it stopped."""
 SLOWEST_BYTES_PER_S = 1000
 """The minimum transfer speed. A transfer fails if it is slower than this for the retry limit."""
+
 RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
 """Status codes of temporary errors. Proxies use their own codes, so all 5xx codes except "not
 implemented" and "version not supported" are included."""
-
-
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 """Values of Content-Encoding that change the bytes of a file. S3's `aws-chunked` does not."""
 
@@ -81,11 +80,14 @@ class WebFile(io.RawIOBase):
         parts_only: bool = False,
         while_waiting: Callable[[], None] | None = None,
     ):
-        """url, name: URL of a folder and file name in it, or URL of a file and "".
+        """Prepare to read a range of bytes. The first read sends the first request.
 
-        stop: end of the range; None for the end of the file. version: expected version; a different
-        one is an error. parts_only: fail if the server sends the entire file instead of the
-        requested range. while_waiting: see `RetryPolicy.call`.
+        Args:
+            url, name: The URL of a folder and a file name in it, or the URL of a file and "".
+            stop: The end of the range; None for the end of the file.
+            version: The expected version; a different one is an error.
+            parts_only: Fail if the server sends the entire file instead of the requested range.
+            while_waiting: See `RetryPolicy.call`.
         """
         self.url = url
         self.name = name
@@ -96,6 +98,7 @@ class WebFile(io.RawIOBase):
         self.parts_only = parts_only
         self._where = shown(address(url, name))
         self._while_waiting = while_waiting
+
         self._response: BaseHTTPResponse | None = None
         self._is_whole = False
         """Whether the response contains the entire file, regardless of the requested range."""
@@ -103,6 +106,7 @@ class WebFile(io.RawIOBase):
         """The offset in the file of the response's next byte."""
         self._end: int | None = None
         """The offset in the file where the response ends; None if unknown."""
+
         # Measure only the time spent waiting for the network. The reader's own work has no time
         # limit.
         self._waited_s = 0.0
@@ -134,6 +138,7 @@ class WebFile(io.RawIOBase):
             self._waited_s += min(time.monotonic() - began_s, CONNECT_S + SILENCE_S)
             if not piece:
                 break
+
             note_progress()
             first = self._position
             self._position += len(piece)
@@ -143,6 +148,7 @@ class WebFile(io.RawIOBase):
                 piece = piece[max(self.at - first, 0) :]
                 self.at = self._position
                 return piece
+
         return b""
 
     def close(self) -> None:
@@ -169,6 +175,7 @@ class WebFile(io.RawIOBase):
         elif self._waited_s - self._attempt_s > ATTEMPT_S and not self._is_whole:
             self._end_answer()
             self._request()
+
         if self._end is not None:
             most = min(most, self._end - self._position)
         try:
@@ -178,11 +185,13 @@ class WebFile(io.RawIOBase):
             raise RetryableError(
                 f"the connection broke ({reason_of(error)}) {self._progress()}"
             ) from error
+
         if not piece:
             self._end_answer()
             if self._end is not None:
                 raise RetryableError(f"the connection ended {self._progress()}")
             self.stop = self.at  # The response has no length, so the file ends here.
+
         return piece
 
     def _request(self) -> None:
@@ -196,6 +205,7 @@ class WebFile(io.RawIOBase):
                 )
             self._mark_s = self._waited_s
             self._mark_at = self.at
+
         requested = f"bytes={self.at}-{'' if self.stop is None else self.stop - 1}"
         headers = {"Range": requested} if self.at or self.stop is not None else {}
         response = get(
@@ -206,12 +216,14 @@ class WebFile(io.RawIOBase):
             connect_s=CONNECT_S,
             silence_s=SILENCE_S,
         )
+
         try:
             size = self._check_answer(response, requested)
             self._check_version(response, size)
         except BaseException:
             response.close()
             raise
+
         if self.stop is None and size >= 0:
             self.stop = size
         self._attempt_s = self._waited_s
@@ -226,21 +238,19 @@ class WebFile(io.RawIOBase):
         Raises RetryableError if a retry may help, else another error.
         """
         encoding = response.headers.get("Content-Encoding", "")
+        is_compressed = encoding in COMPRESSIONS and response.status in (200, 206)
         # Without `name`, the file is a stream or an archive, which may be compressed, so skip this
         # check.
-        if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
+        if self.name and is_compressed:
             raise ShardError(
                 f"{self._where}: the server compresses the file (Content-Encoding: {encoding}),"
                 " even though the request forbids it (Accept-Encoding: identity): switch off"
                 " compression for this folder"
             )
+
         self._is_whole = response.status == 200
-        length = response.headers.get("Content-Length", "")
-        content_range = re.fullmatch(
-            r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", response.headers.get("Content-Range", "")
-        )
-        size = -1
         if self._is_whole:
+            length = response.headers.get("Content-Length", "")
             size = int(length) if length.isdecimal() else -1
             self._position = 0
             self._end = size if size >= 0 else None
@@ -254,6 +264,11 @@ class WebFile(io.RawIOBase):
                     " reproducible"
                 )
             return size
+
+        content_range = re.fullmatch(
+            r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", response.headers.get("Content-Range", "")
+        )
+        size = -1
         if content_range and content_range[3] != "*":
             size = int(content_range[3])
         if response.status == 416:
@@ -265,13 +280,18 @@ class WebFile(io.RawIOBase):
             return size
         if response.status != 206:
             raise self._refusal(response)
-        if not content_range or not content_range[1] or (size < 0 and self.parts_only):
+
+        is_size_missing = size < 0 and self.parts_only
+        first_text, last_text = content_range.group(1, 2) if content_range else ("", "")
+        if not first_text or is_size_missing:
             raise ShardError(
                 f"{self._where}: the server does not report the size of the file; serve the shards"
                 " from another server"
             )
-        first, last = int(content_range[1]), int(content_range[2])
-        if first != self.at or last < first or (self.stop is not None and last >= self.stop):
+
+        first, last = int(first_text), int(last_text)
+        stop = last + 1 if self.stop is None else self.stop
+        if not self.at == first <= last < stop:
             raise RetryableError(f"the server sent bytes {first} to {last} instead of {requested}")
         self._position = first
         self._end = last + 1
@@ -295,6 +315,7 @@ class WebFile(io.RawIOBase):
         retry_after_s = _retry_after_s(response)
         if response.status in RETRYABLE_STATUS:
             return RetryableError(reason, retry_after_s)
+
         final: Exception
         if response.status in (404, 410):
             final = FileNotFoundError(errno.ENOENT, "no such file on the server")

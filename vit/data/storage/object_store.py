@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SMALLEST_PIECE = 64 << 10
 """The minimum number of bytes per request. After timeouts, requests shrink to this size."""
+
 VERSION_TAGS = (
     "ETag",
     "md5Hash",
@@ -41,6 +42,7 @@ VERSION_TAGS = (
 )
 """The metadata fields that identify the version of a file, in order of preference. Fields that
 change only with the bytes come before fields that also change with permissions and labels."""
+
 LOCAL_ERRORS = (*FULL, errno.EROFS)
 """The error codes of the local disk. Clients of object stores do not use these codes."""
 NO_BUCKET = "bucket does not exist"
@@ -103,6 +105,7 @@ class ObjectStore:
             versions = self._call("", _list_below)
         except FileNotFoundError as error:  # Google's response if the bucket does not exist
             raise self._no_bucket(error) from error
+
         for name in versions:
             if name.startswith("/") or ".." in name.split("/"):
                 raise Refused(
@@ -146,9 +149,11 @@ class ObjectStore:
                     raise RetryableError(
                         f"the transfer stopped after {at - start} of {stop - start} bytes"
                     )
+
                 note_progress()
                 pieces.append(piece)
                 at += len(piece)
+
             now = _version(fs, path, name)
             # Some stores list other tags, and `version` may come from a listing, so also compare
             # with the listing.
@@ -216,6 +221,7 @@ class ObjectStore:
                         return False
                     if error.errno != errno.ENOSYS:
                         raise
+
             fs.pipe_file(target, data, **_timeout(fs))
             return True
 
@@ -243,6 +249,7 @@ class ObjectStore:
                 source = f"{folder}/{name}" if name else folder
                 fs.get_file(source, file.name, callback=Progress(), **self._transfer)
                 _check_arrived(os.path.getsize(file.name), version.size)
+
                 # The file arrives in several requests. If a running job replaced it between two of
                 # them, the copy would mix the weights of two steps.
                 now = _version(fs, folder, name)
@@ -299,15 +306,16 @@ class ObjectStore:
     ) -> T:
         """Call `action` with fsspec's client and the folder's path, and return its result.
 
-        name: file name for messages, or "" for the folder. in_use: whether the file has existed
-        before; if so, even a refusal may be temporary.
+        Args:
+            name: The file name for messages, or "" for the folder.
+            in_use: Whether the file has existed before. If so, even a refusal may be temporary.
         """
         import fsspec  # not needed for shards on a local disk
 
         shown_name = f"{self}/{name}" if name else str(self)
 
         def attempt() -> T:
-            fs = None
+            fs: Any = None
             try:
                 fs, path = fsspec.core.url_to_fs(self.url)
                 return action(fs, path.rstrip("/"))
@@ -317,25 +325,28 @@ class ObjectStore:
                 if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
                     error.filename = error.filename or tempfile.gettempdir()
                     raise
+
                 is_replaced = isinstance(error, OSError) and error.errno == errno.ESTALE
                 final: Exception | None = error
                 is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
                 if not is_replaced and not is_no_file:
                     final = self._refusal(error, shown_name)
+
                 # Raise these errors even for a file in use, because a renewed token would not fix
                 # them.
                 is_misuse = isinstance(
                     error, (ImportError, ValueError, TypeError, NotImplementedError)
                 )
-                if final is not None and (is_misuse or not in_use):
+                may_retry = in_use and not is_misuse
+                if final is not None and not may_retry:
                     raise final from error
-                if fs is not None and (final is not None or not fs.async_impl):
-                    # Drop the client, so that the next attempt gets new credentials and
-                    # connections.
+
+                # Drop the client, so that the next attempt gets new credentials and connections.
+                must_reconnect = fs is not None and (final is not None or not fs.async_impl)
+                if must_reconnect:
                     fs.clear_instance_cache()
-                reason = _reason(error)
-                if not is_replaced:
-                    reason = f"cannot be reached ({reason})"
+                cause = _reason(error)
+                reason = cause if is_replaced else f"cannot be reached ({cause})"
                 raise RetryableError(reason, final=final) from error
 
         return self.retry.call(shown_name, attempt, while_waiting)
@@ -347,12 +358,14 @@ class ObjectStore:
         name = type(error).__name__
         if isinstance(error, FileNotFoundError):
             return self._no_bucket(error)
+
         credentials = f"; credentials come from {self.kind.credentials}" if self.kind else ""
         if isinstance(error, ImportError):
             remedy = f": pip install {self.kind.package}" if self.kind else ""
             return Refused(f"{shown_name}: {reason}{remedy}")
         if isinstance(error, PermissionError):
             return Refused(f"{shown_name}: no permission to do this ({reason}){credentials}")
+
         # NoCredentialsError, DefaultCredentialsError, ProfileNotFound, ...
         if "Credential" in name or "Profile" in name:
             return Refused(f"{shown_name}: {reason}{credentials}")
