@@ -44,8 +44,11 @@ class Augment:
     of images, so the trainer calls it once for all micro-batches of a step. `finish` returns
     float32 images, which take four times the memory, so the trainer calls it per micro-batch.
 
-    `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: whether to use
-    `torch.compile` for the part whose shapes never change. Evaluation only calls `normalize`.
+    Evaluation only calls `normalize`.
+
+    Args:
+        mean, std: The values per channel, for images scaled to [0, 1].
+        compiled: Whether to use `torch.compile` for the part whose shapes never change.
     """
 
     def __init__(
@@ -62,12 +65,14 @@ class Augment:
         self.num_classes = num_classes
         self.layout = table_layout(config)
         self.compiled = compiled
+
         # Compute (x / 255 - mean) / std as one multiplication and one addition.
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
         # Compute the quantiles once. A compiled graph would recompute them on the host in each step
         # and wait for the copy.
         self.quantiles = pixel_ops.normal_quantiles(device)
+
         self._finish = self._finish_on_device
         if compiled:
             self._finish = torch.compile(self._finish, dynamic=False)
@@ -89,9 +94,11 @@ class Augment:
         size = (images.shape[2], images.shape[3])
         block_rows = rows_at_once(images)
         rounds = plan_rounds(self.layout, table.numpy(), size, block_rows, images.device)
+
         if self.layout.shift is not None:
             shifts = table[:, self.layout.shift : self.layout.shift + 2].long().numpy()
             (on_device,) = to_device([shifts], images.device)
+
         for start in range(0, len(images), block_rows):
             rows = slice(start, start + block_rows)
             block = images[rows]
@@ -116,6 +123,7 @@ class Augment:
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]
             erased = (bottom > top).numpy().nonzero()[0]
+
         values = table.numpy()
         # The partner's weight is 0 or 1 per pixel for CutMix, and 1 - lambda for MixUp. Unmixed
         # rows have lambda 1, so all rows can be mixed in the same way.
@@ -145,17 +153,21 @@ class Augment:
     ) -> tuple[Tensor, Tensor]:
         """Run the device part of `finish`; all arguments are on the device.
 
-        `erased` (int64): rows with a box to erase. `partner` (B,) int64: the row that each row is
-        mixed with. `partner_share` (B, 1) float32: the weight of that row. `is_cut` (B,) bool: True
-        for CutMix.
+        Args:
+            erased: The rows with a box to erase, int64.
+            partner: The row that each row is mixed with, (B,) int64.
+            partner_share: The weight of that row, (B, 1) float32.
+            is_cut: True for CutMix, (B,) bool.
         """
         inputs = self.normalize(images)
         targets = torch.zeros(len(labels), self.num_classes, device=labels.device)
         targets.scatter_(1, labels[:, None], 1.0)
         block_rows = rows_at_once(images)
+
         if self.layout.erase is not None:
             for part in erased.split(block_rows):
                 inputs[part] = self._erase(inputs[part], table[part, self.layout.erase :])
+
         if not mixes(self.config):
             return inputs, targets
         mixed = torch.empty_like(inputs)

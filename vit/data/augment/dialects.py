@@ -169,8 +169,10 @@ def _torchvision(
     """Return torchvision's version of each operation. The given functions convert the strength to
     torchvision's scale.
 
-    pixels: converts strength and side length to whole pixels; positive values move the content
-    right or down. change: converts strength to a factor minus 1, in double precision.
+    Args:
+        pixels: Converts strength and side length to whole pixels. Positive values move the content
+            right or down.
+        change: Converts strength to a factor minus 1, in double precision.
     """
 
     def factor(strength: Tensor) -> Tensor:

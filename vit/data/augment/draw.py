@@ -84,8 +84,9 @@ def _draw_boxes(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Draw the side lengths (B, NUM_TRIES) of random boxes; aspect = first side / second side.
 
-    area: range of the fraction of `whole_area`, drawn uniformly. aspect: range, drawn
-    log-uniformly.
+    Args:
+        area: The range of the fraction of `whole_area`, drawn uniformly.
+        aspect: The range, drawn log-uniformly.
     """
     tries = np.arange(NUM_TRIES)
     log_aspect = (math.log(aspect[0]), math.log(aspect[1]))
@@ -131,11 +132,13 @@ def _random_resized_crops(
     first = fits.argmax(1)
     clipped = np.clip(w / h, *config.crop_ratio)
     has_fit = fits.any(1)
+
     # If no box fits, use the largest window with an allowed aspect ratio.
     widest = np.where(w / h > clipped, np.rint(h * clipped), w)
     tallest = np.where(w / h < clipped, np.rint(w / clipped), h)
     crop_w = np.where(has_fit, tries_w[rows, first], widest)
     crop_h = np.where(has_fit, tries_h[rows, first], tallest)
+
     left = np.where(
         has_fit, np.floor(uniform(keys, _CROP, 2) * (w - crop_w + 1)), (w - crop_w) // 2
     )
@@ -156,6 +159,7 @@ def _simple_crops(
     height, width = size
     w = widths.astype(np.float64)
     h = heights.astype(np.float64)
+
     starts = []
     crops = []
     shifts = []
@@ -170,6 +174,7 @@ def _simple_crops(
         starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))
         crops.append(crop)
         shifts.append(drawn - inside)
+
     return np.stack([*starts, *crops], 1).astype(np.int64), np.stack(shifts, 1)
 
 
@@ -191,11 +196,13 @@ def draw_table(
     table = np.zeros((len(keys), layout.width), dtype=np.float32)
     table[:, FLIP] = uniform(keys, _FLIP) < config.hflip_prob
     table[:, LAMBDA] = 1.0
+
     drawn = [_draw_randaugment(config, keys, layer) for layer in range(config.randaugment_layers)]
     drawn += _draw_auto_augment(config, keys)
     drawn += _draw_jitter(config, keys)
     for op_column, columns in zip(layout.op_columns, drawn, strict=True):
         table[:, op_column.column : op_column.column + len(columns)] = np.stack(columns, 1)
+
     if layout.shift is not None:
         table[:, layout.shift : layout.shift + 2] = _simple_crops(keys, widths, heights, size)[1]
     if layout.erase is not None:
@@ -212,6 +219,7 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
     """
     chosen, applied, negated, u1, u2 = (uniform(keys, _RANDAUGMENT, layer, i) for i in range(5))
     op = np.floor(chosen * len(OP_NAMES[config.randaugment_ops]))
+
     strength = np.full(len(keys), config.randaugment_magnitude)
     place: list[NDArray] = []
     if config.randaugment_ops in ("timm", "timm_inc0"):
@@ -238,12 +246,14 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
     if config.auto_augment == "three_augment":
         op = np.floor(uniform(keys, _THREE_AUGMENT, 0) * len(OP_NAMES["three_augment"]))
         return [[op, _uniform_between(BLUR_RADIUS, keys, _THREE_AUGMENT, 1)]]
+
     chosen = uniform(keys, _AUTO_AUGMENT, 0)
     if config.auto_augment == "ta_wide":
         op = np.floor(chosen * len(OP_NAMES["ta_wide"]))
         strength = np.floor(uniform(keys, _AUTO_AUGMENT, 1) * TRIVIAL_AUGMENT_BINS)
         negated = uniform(keys, _AUTO_AUGMENT, 2)
         return [[op, np.where(negated < 0.5, -strength, strength)]]
+
     pairs = sub_policies(config.auto_augment)
     pair = np.floor(chosen * len(pairs.ops)).astype(np.int64)
     drawn: list[list[NDArray]] = []
@@ -271,6 +281,7 @@ def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[N
         if OP_NAMES["color_jitter"][op] == "hue":
             bounds = (-amount, amount)
         factors[row] = _uniform_between(bounds, keys, _JITTER, 0, op)
+
     order = np.argsort(uniform(keys, _JITTER, 1, ops[:, None]), axis=0)
     return [[ops[slot], np.take_along_axis(factors, slot[None], 0)[0]] for slot in order]
 
@@ -293,6 +304,7 @@ def _draw_erasing(
     rows = np.arange(len(keys))
     first = fits.argmax(1)
     erased = fits.any(1) & (uniform(keys, _ERASE, 2) < config.erasing_prob)
+
     box_h = np.where(erased, tries_h[rows, first], 0)
     box_w = np.where(erased, tries_w[rows, first], 0)
     top = np.where(erased, np.floor(uniform(keys, _ERASE, 3) * (height - box_h + 1)), 0)
@@ -355,6 +367,7 @@ def draw_mix(
     assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, (
         "a group must not be divided"
     )
+
     # Random numbers must not depend on ranks and workers, so compute keys from the row in the
     # global batch.
     row = first_row + np.arange(len(table))
@@ -367,6 +380,7 @@ def draw_mix(
         keys = fold(seed, position, np.minimum(row, first_row + partner), _MIX_PAIR)
     else:
         keys = fold(seed, position, row, _MIX_ROW)
+
     num_rows = len(table)
     cutmix = np.full(num_rows, config.cutmix_alpha > 0)
     mixup_lambda = np.ones(num_rows)
@@ -376,6 +390,7 @@ def draw_mix(
         cutmix &= uniform(keys, 0) < config.cutmix_switch_prob
     if config.cutmix_alpha > 0:
         cutmix_lambda = _symmetric_beta(config.cutmix_alpha, fold(keys, 1))
+
     height, width = size
     cut = np.sqrt(1.0 - cutmix_lambda)
     middle_y = np.floor(uniform(keys, 2) * height)
@@ -386,6 +401,7 @@ def draw_mix(
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
     # Compute lambda from the box after clipping it at the border, as in the paper's code.
     area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
+
     # A partner of weight 0 has a black image that contradicts its label, so do not mix with it.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
     table[:, LAMBDA] = np.where(mixed, np.where(cutmix, area_outside, mixup_lambda), 1.0)
@@ -410,4 +426,5 @@ def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float6
         out[todo[accept]] = x[accept] / (x[accept] + y[accept])
         todo = todo[~accept]
         attempt += 1
+
     return out

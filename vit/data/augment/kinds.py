@@ -62,9 +62,10 @@ _TABLES: dict[Kind, Callable[[Tensor, Tensor, Tensor], None]] = {
 class Round:
     """A round of operations that changes images (B, C, H, W) uint8, sorted by kind, in place.
 
-    starts: the first row of each kind, followed by B. numbers: parameters (B, NUM_NUMBERS) float32
-    on the device. tables: lookup tables (n, 256) uint8 on the device, at least one per `Kind.TABLE`
-    image.
+    Args:
+        starts: The first row of each kind, followed by B.
+        numbers: The parameters (B, NUM_NUMBERS) float32 on the device.
+        tables: The lookup tables (n, 256) uint8 on the device, at least one per `Kind.TABLE` image.
     """
 
     def __init__(self, images: Tensor, starts: Sequence[int], numbers: Tensor, tables: Tensor):
@@ -98,6 +99,7 @@ class Round:
         levels = images.flatten(2).long()
         host_tables = self._tables[self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)]
         tables = host_tables[:, None].expand(-1, images.shape[1], -1)
+
         rows = self._rows(Kind.AUTO_CONTRAST, Kind.EQUALIZE, Kind.TABLE)
         if rows.start < rows.stop:
             expanded = tables
@@ -110,6 +112,7 @@ class Round:
                 if rows.start < rows.stop:
                     within = self._rows(kind, kind, Kind.AUTO_CONTRAST)
                     make(levels[rows], highest[within], tables[rows])
+
         pixel_ops.look_up(tables, levels, images)
 
     @staticmethod
@@ -128,6 +131,7 @@ class Round:
             rows = self._rows(first, last, Kind.WARP)
             if rows.start < rows.stop:
                 change(floats[rows], numbers[rows])
+
         beyond = floats[self._rows(Kind.CONTRAST, Kind.HUE, Kind.WARP)]
         if len(beyond):
             beyond.clamp_(0.0, 255.0)
@@ -150,6 +154,7 @@ class Round:
                 Kind.TF_SHARPNESS,
             )
         )
+
         bases: list[Tensor] = []
         if color.stop:
             gray = pixel_ops.gray(floats[: color.stop])
@@ -160,11 +165,13 @@ class Round:
         if sharp.start < tf_sharp.stop:
             # `smooth` does not write the border, so start with a copy of the image.
             bases.append(floats[sharp.start :])
+
         shape = floats.shape[1:]
         base_images = torch.cat([base.expand(-1, *shape) for base in bases])
         for rows, rounding in ((sharp, 6), (tf_sharp, 0)):
             if rows.start < rows.stop:
                 pixel_ops.smooth(floats[rows], rounding, base_images[rows])
+
         # Another order of operations than that in Pillow's Blend.c would round differently. Work in
         # place, because allocating memory costs more than the arithmetic.
         floats.sub_(base_images).mul_(numbers[:, :1, None, None]).add_(base_images)

@@ -56,8 +56,11 @@ def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
 def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     """Write lookup tables that stretch each channel to 0..255 into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. dtype: float64 for
-    Pillow's arithmetic, in which the highest level may become 254; float32 for TensorFlow's.
+    Args:
+        levels: The levels (B, C, H * W) int64.
+        highest: The maximum of `levels`, (B, C, 1).
+        dtype: float64 for Pillow's arithmetic, in which the highest level may become 254; float32
+            for TensorFlow's.
     """
     pair = torch.add(highest, levels.amin(2, keepdim=True), alpha=256)
     stretched = _stretched(dtype, levels.device)
@@ -96,8 +99,11 @@ def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
     """Write lookup tables that equalize each channel's histogram into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. Rounds like Pillow
-    (PIL/ImageOps.py, equalize).
+    Rounds like Pillow (PIL/ImageOps.py, equalize).
+
+    Args:
+        levels: The levels (B, C, H * W) int64.
+        highest: The maximum of `levels`, (B, C, 1).
     """
     every = _range(256, torch.int64, levels.device)
     counts = torch.zeros(*levels.shape[:2], 257, device=levels.device, dtype=torch.int64)
@@ -188,6 +194,7 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
         (green - blue) / safe,
         torch.where(value == green, 2.0 + (blue - red) / safe, 4.0 + (red - green) / safe),
     )
+
     # Each channel is `value` minus a fraction of the chroma that depends on the distance between
     # channel and hue (Smith 1978, without branches).
     turned = sixths + 6.0 * turns
@@ -209,6 +216,7 @@ def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         * (full * (full + 1) - 3.0 * variance)
         / (6.0 * (variance - (full + 1) * (full + 1)))
     )
+
     inner = 1.0 / (2.0 * (full + part) + 1.0)
     outer = (1.0 - (2.0 * full + 1.0) * inner) / 2.0
     return inner, torch.where(full > 0, inner, outer), torch.where(full > 0, outer, 0.0)
@@ -264,6 +272,7 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = No
     low = _constant((-width / 2, -height / 2), torch.float32, images.device)
     high = _constant((width / 2, height / 2), torch.float32, images.device)
     inside = ((at >= low) & (at < high)).all(1, keepdim=True)
+
     points = at.mul_(_constant((2.0 / width, 2.0 / height), torch.float32, images.device))
     warped = F.grid_sample(
         images,
@@ -272,6 +281,7 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = No
         padding_mode="border",
         align_corners=False,
     )
+
     # Add a thousandth of a level. Otherwise, rounding errors could place the result just below an
     # integer, and later truncation would lower the level by one.
     return torch.where(inside, warped.add_(2.0**-10), fill, out=out)
@@ -291,6 +301,7 @@ def affine_nearest(
     at_x, at_y = (at.abs() + 0.5).floor_().copysign_(at).unbind(1)
     in_x, in_y = at_x.clamp(0, width - 1), at_y.clamp(0, height - 1)
     inside = (in_x == at_x) & (in_y == at_y)
+
     nearest = torch.add(in_x, in_y, alpha=width).long()
     pixels = nearest.flatten(1)[:, None].expand(-1, images.shape[1], -1)
     nearest_pixels = images.flatten(2).gather(2, pixels)
@@ -309,11 +320,13 @@ def shift(images: Tensor, right: Tensor, down: Tensor, *, reflect: bool) -> Tens
         (side - 1) - ((side - 1) - (at + offset[:, None]).abs()).abs()
         for side, at, offset in ((height, row, down), (width, column, right))
     )
+
     rows = _range(len(images), torch.int64, images.device).view(-1, 1, 1)
     # Advanced indices around a slice put the channels last, which matches their order in memory.
     shifted = images[rows, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
     if reflect:
         return shifted
+
     outside = (y != row + down[:, None])[:, :, None] | (x != column + right[:, None])[:, None]
     return shifted.masked_fill_(outside[:, None], 0)
 

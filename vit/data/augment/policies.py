@@ -156,5 +156,6 @@ def sub_policies(name: str) -> SubPolicies:
         for text in line.split(", "):
             op, prob, *strength = text.split()
             rows.append((numbers.index(op), float(prob), float(strength[0]) if strength else 0.0))
+
     ops, probs, strengths = np.array(rows).reshape(-1, 2, 3).transpose(2, 0, 1)
     return SubPolicies(ops.astype(np.int64), probs, strengths)

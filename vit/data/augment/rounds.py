@@ -71,12 +71,14 @@ def plan_rounds(
     kinds, sources, numbers, tables = _find_numbers(columns, table, size)
     batch = np.arange(len(table))
     block = batch // block_rows
+
     # Sort by block first, because `apply_rounds` gets one block at a time. Use a stable sort, so
     # that the plan does not depend on the numpy version.
     orders = np.argsort(block * len(Kind) + kinds, axis=1, kind="stable")
     places = np.argsort(orders, axis=1)
     moves = np.take_along_axis(np.vstack([batch, places]), np.vstack([orders, batch]), 1)
     kinds, sources = (np.take_along_axis(values, orders, 1) for values in (kinds, sources))
+
     by_table = kinds == Kind.TABLE
     num_tables = by_table.cumsum().reshape(kinds.shape) - by_table
     block_moves = moves - block * block_rows
@@ -99,6 +101,7 @@ def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> No
         starts = np.searchsorted(kinds, _KIND_BOUNDS).tolist()
         tables = rounds.tables[rounds.num_tables[index, rows.start] :]
         Round(current, starts, rounds.numbers[index, rows], tables)()
+
     if not is_single:
         torch.index_select(current, 0, moves[-1], out=out)
 
@@ -117,9 +120,11 @@ def _find_numbers(
         width = 4 if column.op_set == "big_vision" else 2
         rows[:, :width] = table[:, column.column : column.column + width]
         rows[:, 0] += np.where(rows[:, 0] < 0, 0, _FIRST_OP[column.op_set])
+
     # Sort all rounds by operation, so that each operation computes its parameters in one call.
     order = np.argsort(drawn[:, 0], kind="stable")
     drawn = drawn[order]
+
     kinds = np.zeros(len(drawn), np.int64)
     numbers = np.zeros((len(drawn), NUM_NUMBERS), np.float32)
     tables = np.empty((len(drawn), len(pixel_ops.LEVELS)), np.uint8)
@@ -136,6 +141,7 @@ def _find_numbers(
             continue
         for place, value in enumerate(op_numbers):
             numbers[start:stop, place : place + 1] = value
+
     # Invert `order` to get the index of each (round, row) in the sorted arrays.
     sources = np.argsort(order).reshape(shape)
     return kinds[sources], sources, numbers, tables
@@ -145,10 +151,12 @@ def to_device(arrays: Sequence[NDArray], device: torch.device) -> list[Tensor]:
     """Copy `arrays` to `device` in one transfer, without waiting for it."""
     # An int64 view must begin at a multiple of 8 bytes, so pad each array.
     starts = np.cumsum([0, *(math.ceil(array.nbytes / 8) * 8 for array in arrays)]).tolist()
+
     # Only copies from page-locked memory are asynchronous, so pin the memory. Without a GPU,
     # `device` may still be "cuda" for fake tensors, and pinning would fail.
     pinned = device.type == "cuda" and torch.cuda.is_available()
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
+
     views = [
         (start, start + array.nbytes, torch.from_numpy(array))
         for start, array in zip(starts, arrays, strict=False)

@@ -85,6 +85,7 @@ that would change the random numbers. Sources of RandAugment: timm/data/auto_aug
 (`_RAND_INCREASING_TRANSFORMS`, `_RAND_TRANSFORMS`), torchvision/transforms/autoaugment.py,
 big_vision/pp/autoaugment.py. AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT
 III. Color jitter: torchvision."""
+
 AUTO_AUGMENT_SETS: dict[str, tuple[str, ...]] = {
     "ta_wide": ("ta_wide",),
     "three_augment": ("three_augment",),
@@ -92,6 +93,7 @@ AUTO_AUGMENT_SETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("original", "originalr", "v0", "v0r"), ("timm_auto",) * 2),
 }
 """Maps each value of `augment.auto_augment` to its operation sets, in the order of application."""
+
 _WITHOUT_STRENGTH = {
     "three_augment": ("grayscale", "solarize"),
     "randaugment": ("identity", "auto_contrast", "equalize", "invert"),
@@ -137,15 +139,18 @@ def table_layout(config: AugmentConfig) -> TableLayout:
     if config.auto_augment is not None:
         op_sets += AUTO_AUGMENT_SETS[config.auto_augment]
     op_sets += ["color_jitter" for amount in config.color_jitter if amount > 0]
+
     op_columns = []
     column = FIRST_OP
     for op_set in op_sets:
         op_columns.append(OpColumn(op_set, column))
         column += 4 if op_set == "big_vision" else 2
+
     shift = None
     if config.crop != "random_resized":
         shift = column
         column += 2
+
     erase = None
     num_noise = {"const": 0, "rand": 3, "pixel": 1}[config.erasing_mode]
     if config.erasing_prob > 0:
@@ -162,6 +167,7 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
         operations.append("shift {:+.0f} {:+.0f}".format(*row[layout.shift : layout.shift + 2]))
     if row[FLIP]:
         operations.append("flip")
+
     for op_column in layout.op_columns:
         op, strength = row[op_column.column : op_column.column + 2]
         if op < 0:
@@ -169,6 +175,7 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
         name = OP_NAMES[op_column.op_set][int(op)]
         without = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
         operations.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # avoid -0
+
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:
         operations.append("erase")
     return operations
