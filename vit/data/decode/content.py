@@ -12,7 +12,6 @@ COMPRESSED = {
     b"PK": "a zip",
 }
 
-
 HEAD_BYTES = 512
 """The first bytes of a file that are enough to recognize it."""
 

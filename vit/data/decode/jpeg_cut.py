@@ -72,6 +72,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
         return None
     if 0 in header.mcu_size or not data.endswith(EOI):
         return None
+
     mcus_per_line = math.ceil(header.width / mcu_width)
     interval = header.restart_interval
     bottom = min(top + height + MARGIN, header.height)
@@ -82,6 +83,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
         smaller = _head(data, header, header.width, bottom)
         smaller += memoryview(data)[header.scan_offset :]
         return Cut(smaller, 0, top=0, width=header.width, height=bottom, has_rest=True)
+
     if mcus_per_line % interval and interval % mcus_per_line:
         return None
 
@@ -96,6 +98,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
     stop_row = math.ceil(bottom / tile_height)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
+
     if cut_width <= 4:
         # Add one tile, because libjpeg upsamples lines of one or two color samples differently.
         if first_column > 0:
@@ -111,12 +114,14 @@ def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
     markers = _restart_markers(data, header.scan_offset)
     if len(markers) != num_columns * num_rows - 1:
         return None
+
     bounds = np.concatenate(([header.scan_offset], markers + 2, [len(data)]))
     starts = bounds[:-1].reshape(num_rows, num_columns)[first_row:stop_row, first_column]
     stops = bounds[1:].reshape(num_rows, num_columns)[first_row:stop_row, first_column:stop_column]
     head = _head(data, header, cut_width, cut_height)
     rows = zip(starts.tolist(), stops[:, -1].tolist(), strict=True)
     smaller = bytearray().join([head, *(data[start:stop] for start, stop in rows)])
+
     shifts = len(head) + np.cumsum(stops[:, -1] - starts) - stops[:, -1]
     numbers = (stops + shifts[:, None] - 1).ravel()  # the offset of each marker's number
     np.frombuffer(smaller, np.uint8)[numbers] = 0xD0 + np.arange(len(numbers)) % 8

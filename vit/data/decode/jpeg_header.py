@@ -77,6 +77,7 @@ def read_header(data: bytes) -> JpegHeader:
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
+
     frame = None
     orientation = 1
     restart_interval = 0
@@ -95,12 +96,14 @@ def read_header(data: bytes) -> JpegHeader:
                 # A marker may be preceded by any number of fill bytes (0xFF).
                 position += 1 if marker == 0xFF else 2
                 continue
+
             length = data[position + 2] << 8 | data[position + 3]
             end = position + 2 + length
             if length < 2:
                 raise ValueError(
                     f"damaged JPEG headers: invalid segment length {length} at byte {position}"
                 )
+
             if marker in FRAMES:
                 if frame is not None:
                     raise ValueError(
@@ -124,13 +127,16 @@ def read_header(data: bytes) -> JpegHeader:
                 and orientation == 1
             ):
                 orientation = _exif_orientation(data[position + 10 : end])
+
             position = end
     except (IndexError, struct.error):
         raise ValueError(f"truncated JPEG headers, after {len(data)} bytes") from None
+
     if frame is None:
         raise ValueError("damaged JPEG headers: the image data has no frame header")
     if end > len(data):
         raise ValueError(f"truncated JPEG headers, after {len(data)} bytes")
+
     precision, height, width, num_components = frame
     sampling = tuple(
         (both >> 4, both & 15)
@@ -157,6 +163,7 @@ def _exif_orientation(tiff: bytes) -> int:
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1
+
     try:
         (directory,) = struct.unpack_from(order + "I", tiff, 4)
         (num_entries,) = struct.unpack_from(order + "H", tiff, directory)

@@ -29,6 +29,7 @@ vit/data/decode/c/window.c."""
 PACKAGE = Path(__file__).parents[2]
 SOURCES = Path(__file__).parent / "c"
 """The folder with the C files, which exists only in a checkout."""
+
 INSTALL = (
     "pip install -e ."
     if SOURCES.is_dir()
@@ -87,11 +88,13 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
         raise UnusableLibrary(f"{path} cannot be loaded ({error}); {again}") from None
     if not hasattr(library, "vit_native_abi") or library.vit_native_abi() != ABI:
         raise UnusableLibrary(f"{path} was built for another version of this package; {again}")
+
     library.vit_native_sources.restype = ctypes.c_char_p
     if sources.is_dir() and library.vit_native_sources().decode() != stamp_of(sources):
         raise UnusableLibrary(
             f"{path} was not built from the current sources in {sources}; {again}"
         )
+
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
     # Arguments: data and its size; image width and height; left, top, width and height of the
@@ -114,6 +117,7 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
         ctypes.POINTER(size),
     ]
     library.vit_jpeg_transcode.restype = ctypes.c_int
+
     if not _decodes_correctly(library):
         raise UnusableLibrary(
             f"{path} and simplejpeg decode to different pixels on this machine; {again}; if that"
@@ -133,11 +137,13 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
     image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
     plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
     expected = simplejpeg.decode_jpeg(plain)[5:45, 9:140]
+
     marked = ctypes.create_string_buffer(4 * len(plain))
     size = ctypes.c_size_t()
     status = library.vit_jpeg_transcode(plain, len(plain), marked, len(marked), ctypes.byref(size))
     if status != Status.OK:
         return False
+
     for data in (plain, marked.raw[: size.value]):
         pixels = np.zeros((40, 131, 3), np.uint8)
         status = decode_into(data, 9, 5, pixels, library=library)
@@ -149,6 +155,7 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
+
     for suffix in EXTENSION_SUFFIXES:
         path = PACKAGE / f"_native{suffix}"
         if path.exists():
@@ -171,15 +178,16 @@ def decode_into(
 ) -> Status:
     """Decode a window of a JPEG into `pixels`, whose shape is the size of the window.
 
-    left, top: upper left pixel of the window.
-    pixels: (height, width, 1 or 3) uint8. Rows may have gaps between them, pixels may not. The
-    content is valid only if the status is OK.
-    stored_size: expected (width, height) of the image.
-    portable: use no special processor instructions (for tests).
-    library: LIBRARY by default.
-
     Damage outside the window may go undetected. Inside the window, the decoder rejects everything
     that libjpeg rejects or warns about. (simplejpeg also rejects unusual color subsampling.)
+
+    Args:
+        left, top: The upper left pixel of the window.
+        pixels: (height, width, 1 or 3) uint8. Rows may have gaps between them, pixels may not. The
+            content is valid only if the status is OK.
+        stored_size: The expected (width, height) of the image.
+        portable: Use no special processor instructions (for tests).
+        library: LIBRARY by default.
     """
     library = library or LIBRARY
     assert library is not None, "vit._native is missing: check AVAILABLE first"
@@ -187,6 +195,7 @@ def decode_into(
     assert pixels.dtype == np.uint8
     assert channels in (1, 3)
     assert pixels.strides[1:] == (channels, 1)
+
     address = pixels.__array_interface__["data"][0]
     row_bytes = pixels.strides[0]
     return Status(

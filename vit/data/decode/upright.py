@@ -49,6 +49,7 @@ def upright(data: bytes, channels: int = 3) -> bytes:
         except ValueError as error:
             raise undecodable(data, error) from None
         orientation = 1 if image.format == "TIFF" else orientation_of(image)  # Pillow rotates TIFFs
+
     if orientation not in UPRIGHT:
         return data
     pixels = decode(data, channels)
