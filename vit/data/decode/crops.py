@@ -51,6 +51,7 @@ def resize(
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     if image.shape == out.shape:
         return out.copy_(image)
+
     operator = _resize_operator(interpolation)
     if operator is None:
         return out.copy_(_resize_by_torch(image, size, interpolation))
@@ -73,10 +74,12 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
     y, x = torch.arange(60)[:, None], torch.arange(90)
     planes = torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
     image = planes.to(torch.uint8).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
     try:
         operator: Callable[..., Tensor] = getattr(
             torch.ops.aten, f"_upsample_{interpolation}2d_aa"
         ).out
+
         for size in ((41, 33), (75, 120)):
             expected = _resize_by_torch(image, size, interpolation)
             down = _plan_line(60, size[0], 20, interpolation, can_stop=True)
@@ -98,6 +101,7 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
             error,
         )
         return None
+
     return operator
 
 
@@ -113,14 +117,18 @@ def decode_views(
 ) -> Sequence[Tensor]:
     """Decode an image once for several views: each of `windows`, resized to `size`.
 
-    size: (height, width). stored_size: see `decode_box`.
     Returns one (channels, height, width) uint8 tensor per window, channels last in memory, or
     `out`. Raises ValueError in the same cases as `decode_box`.
+
+    Args:
+        size: The (height, width) of each view.
+        stored_size: See `decode_box`.
     """
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
     box = _bounding_box(windows)
     pixels = decode_box(data, box, channels, stored_size=stored_size)
+
     stages.current.enter(Stage.RESIZE)
     for window, view in zip(windows, out, strict=True):
         resize(region(pixels, window, *box[:2]), size, interpolation, view)
@@ -179,9 +187,11 @@ def decode_center(
             f" {MAX_PIXELS} pixels"
         )
         raise undecodable(data, ValueError(reason))
+
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
     across = _plan_line(width, resized[1], size[1], interpolation, can_stop)
+
     # Pixels outside of `place` stay uninitialized, because they do not affect the crop.
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
@@ -189,11 +199,11 @@ def decode_center(
     part = decode_box(data, box, channels, place=place)
     if part is not place:
         place[:] = part
+
     stages.current.enter(Stage.RESIZE)
     new_size = down.resized, across.resized
     if view.resizer == "torch":
-        scales = down.scale, across.scale
-        larger = resize(pixels, new_size, interpolation, scales=scales)
+        larger = resize(pixels, new_size, interpolation, scales=(down.scale, across.scale))
     else:
         larger = _resize_by_pillow(pixels, new_size, interpolation)
     cropped = larger[:, down.first : down.first + size[0], across.first : across.first + size[1]]
@@ -232,6 +242,7 @@ def _plan_line(
     reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1
     start = max(math.floor((first + 0.5) * scale - reach), 0)
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
+
     if can_stop and stop != first + cropped:  # torch only copies lines of unchanged length
         # torch inverts its scale argument. The inverse must exactly equal the scale that torch
         # computes without the argument. For one line in eight, no such number exists.
@@ -241,6 +252,7 @@ def _plan_line(
                 return _Line(
                     start, stop, length=stop, resized=first + cropped, scale=inverse, first=first
                 )
+
     return _Line(start, stop, length=original, resized=resized, scale=None, first=first)
 
 
@@ -255,6 +267,7 @@ def resized_size(
     cover_h, cover_w = int(size[0] / view.crop_pct), int(size[1] / view.crop_pct)
     if view.crop_mode == "squash":
         return cover_h, cover_w
+
     height, width = image
     if cover_h != cover_w:  # timm/data/transforms.py, ResizeKeepRatio; not in torchvision
         ratio = min(height / cover_h, width / cover_w)

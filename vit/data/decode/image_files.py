@@ -15,6 +15,7 @@ images."""
 HEIF = (".heic", ".heif", ".hif")
 """File extensions of phone photos. Reading such photos requires the package pillow-heif."""
 READS_HEIF = find_spec("pillow_heif") is not None
+
 EXTENSIONS = (
     *(HEIF if READS_HEIF else ()),
     ".jpg",
@@ -39,6 +40,7 @@ EXTENSIONS = (
     ".j2k",
 )
 """The suffixes of image files that `vit.data.decode.images` can read."""
+
 NOT_READ = (
     *(() if READS_HEIF else HEIF),
     ".jxl",
@@ -64,6 +66,7 @@ NOT_READ = (
     ".srw",
 )
 """The suffixes of unsupported image files, such as phone photos, raw camera data and drawings."""
+
 READ_MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
     rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
@@ -106,7 +109,8 @@ def read_image(path: str) -> bytes:
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
         raise ValueError("not a regular file")
     with open(path, "rb") as file:
-        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > MAX_IMAGE_BYTES:
             raise ValueError(
                 f"the image has {num_bytes:,} bytes, but at most {MAX_IMAGE_BYTES:,} are allowed"
             )

@@ -42,15 +42,18 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
 
 Pixels = NDArray[np.uint8]
 """An array of pixels, (H, W, channels)."""
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "HEIF", "DIB")
 """The formats that Pillow may try, under Pillow's names. JPEG includes MPO, a file with several
 JPEGs."""
 MAX_JPEG_SIDE = 65_500
 """The maximum width and height that libjpeg supports."""
+
 TILE_TAGS = (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
 WHITE_IS_ZERO = 0
 """The value of TIFF's tag PhotometricInterpretation for inverted gray, which Pillow inverts only in
 images of up to 8 bits."""
+
 STRIP_PIXELS = 1 << 20
 """The number of pixels to convert at a time, to limit the memory for converting large images."""
 UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
@@ -115,16 +118,22 @@ def open_image(data: bytes) -> Image.Image:
         raise ValueError(f"more than {MAX_PIXELS} pixels") from None
     except Exception as error:  # Pillow's plugins raise various exceptions
         raise ValueError(_why_not(data, error)) from None
+
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
     _check_size(tile_width, tile_height, is_jpeg=False)
+
     is_planar = tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2 and "'raw'" in str(image.tile)
     has_white_0 = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO
     # For a plane, Pillow uses only the first letter of the pixel format, such as I of I;16.
-    if is_planar and (has_white_0 or tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0] != 8):
+    is_misread = is_planar and (
+        has_white_0 or tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0] != 8
+    )
+    if is_misread:
         raise ValueError(
             "Pillow misreads uncompressed TIFFs with one plane per color, except in 8 bits:"
             " compress the image without loss (tiffcp -c lzw), or convert it to 8 bits"
         )
+
     if image.mode in ("I", "F") and not _is_16_bit(image):
         raise ValueError(
             f"the range of pixels of mode {image.mode} is unknown: scale them to 8 bits first"
@@ -142,6 +151,7 @@ def _formats() -> tuple[str, ...]:
         libtiff = ctypes.CDLL(_imaging.__file__)
         libtiff.TIFFSetErrorHandler(None)
         libtiff.TIFFSetWarningHandler(None)
+
     if READS_HEIF:
         import pillow_heif
 
@@ -157,6 +167,7 @@ def _why_not(data: bytes, error: Exception) -> str:
             read_header(data)
         except ValueError as jpeg_error:
             return str(jpeg_error)
+
     if isinstance(error, Image.UnidentifiedImageError):
         if kind := describe_content(data[:HEAD_BYTES]):
             return f"not an image but {kind}"
@@ -169,6 +180,7 @@ def _why_not(data: bytes, error: Exception) -> str:
             f"not an image; expected one of {', '.join(_formats())}, but the data begin with"
             f" {data[:16]!r}"
         )
+
     return str(error) or type(error).__name__
 
 
@@ -213,6 +225,7 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
     mode = "RGB" if channels == 3 else "L"
     left, top, width, height = box or (0, 0, *image.size)
     levels = _gray_levels(image)
+
     with _reasons():
         num_lines = max(STRIP_PIXELS // width, 1)
         _load(image, mode)
@@ -250,6 +263,7 @@ def _load(image: Image.Image, mode: str) -> None:
             f"the image has {image.size[0]} x {image.size[1]} pixels, but its headers say"
             f" {size[0]} x {size[1]}"
         )
+
     # Drop transparency. Otherwise, Pillow would also convert the color that marks transparent
     # pixels.
     image.info.pop("transparency", None)
@@ -309,8 +323,12 @@ def decode_jpeg(
 ) -> Pixels:
     """Decode an ordinary JPEG of `size` = (width, height) with simplejpeg.
 
-    reduce: divide each side by 1, 2, 4 or 8, rounded up. into: output array. strict: reject all
-    damage, not only damage that libjpeg cannot repair. Raises ValueError.
+    Raises ValueError.
+
+    Args:
+        reduce: Divide each side by 1, 2, 4 or 8, rounded up.
+        into: The output array.
+        strict: Reject all damage, not only damage that libjpeg cannot repair.
     """
     colorspace = "RGB" if channels == 3 else "GRAY"
     # libjpeg can scale an image to n/8 of its size. simplejpeg selects the smallest scale that
@@ -330,26 +348,29 @@ def decode_box(
     """Decode the region `box` of an image.
 
     Returns (H, W, channels) uint8, which equals that region of `decode`. Damage outside the box may
-    go undetected.
+    go undetected. Raises ValueError if the image cannot be decoded, has a different size, or does
+    not contain the box.
 
-    stored_size: expected (width, height) of the image. place: optional output array of the right
-    shape.
-    Raises ValueError if the image cannot be decoded, has a different size, or does not contain the
-    box.
+    Args:
+        stored_size: The expected (width, height) of the image.
+        place: An optional output array of the right shape.
     """
     if native.AVAILABLE:
         window = native.decode_window(data, box, channels, stored_size=stored_size, out=place)
         if window is not None:
             return window
+
     header = _ordinary_jpeg(data)
     if header is None:
         return _by_pillow(data, channels, None, box, stored_size)
     _check_box(box, header.size, stored_size)
+
     cut = cut_window(data, header, box)
     if cut is not None:
         part = _decode_cut(cut, channels)
         if part is not None:
             return region(part, box, cut.left, cut.top)
+
     try:
         pixels = decode_jpeg(data, header.size, channels)
     except ValueError as problem:
@@ -374,6 +395,7 @@ def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
     except ValueError:
         # Not a JPEG, or a JPEG with extra bytes between headers, which libjpeg would skip.
         return None
+
     try:
         check_jpeg(header)
     except ValueError as error:
@@ -396,6 +418,7 @@ def _by_pillow(
         image = open_image(data)
     except ValueError as error:
         raise undecodable(data, problem or error) from None
+
     if box is not None:
         _check_box(box, image.size, stored_size)
     try:
@@ -417,6 +440,7 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
             f" {expected[1]}: delete the split's outdated .index.npy, and the next start rebuilds"
             " it"
         )
+
     is_inside = left >= 0 and top >= 0 and left + width <= actual[0] and top + height <= actual[1]
     if not is_inside or min(width, height) < 1:
         raise ValueError(
@@ -431,6 +455,7 @@ def _decode_cut(cut: Cut, channels: int) -> Pixels | None:
     try:
         if not cut.has_rest:
             return decode_jpeg(cut.data, size, channels)
+
         # libjpeg warns about the data after the last line. simplejpeg cannot ignore single
         # warnings, so `strict` must be off, and damaged regions look as in Pillow. After an error,
         # libjpeg writes no more lines. All lines are therefore valid if the last line was written.
