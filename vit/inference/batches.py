@@ -66,8 +66,10 @@ class PlaceBatches(Batches):
                     continue
                 except ValueError as error:
                     reasons.append(str(error))
+
             # Clear the row, because a reused buffer contains an image of an older batch.
             view[:] = 0
+
         stages.current.enter(Stage.DRAW)
         write_rows(rows, 0, weights, np.empty((len(ids), 0)), ids)
         return tuple(reasons)

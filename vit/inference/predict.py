@@ -53,14 +53,15 @@ def predict(
     """Yield predictions for all `places`, batch by batch, in order.
 
     Args:
-        top: classes per image; fewer if the model has fewer.
-        batch_size: images per forward pass; None uses the run's `eval.batch_size`, limited to
-            `CPU_BATCH` on a CPU.
-        num_workers: decoding processes; None uses one per core, or 0 for `FEW_IMAGES` or fewer.
-        num_pixels: number of images at the start whose pixels are returned.
+        top: The number of classes per image; fewer if the model has fewer.
+        batch_size: The number of images per forward pass. None uses the run's `eval.batch_size`,
+            limited to `CPU_BATCH` on a CPU.
+        num_workers: The number of decoding processes. None uses one per core, or 0 for
+            `FEW_IMAGES` or fewer.
+        num_pixels: The number of images at the start whose pixels are returned.
 
     Raises:
-        WorkerError: a worker died or hangs.
+        WorkerError: A worker died or hangs.
     """
     if batch_size is None:
         batch_size = trained.config.eval.batch_size
@@ -68,6 +69,7 @@ def predict(
             batch_size = min(batch_size, CPU_BATCH)
     if num_workers is None:
         num_workers = 0 if len(places) <= FEW_IMAGES else num_cores()
+
     batches = PlaceBatches(
         places,
         trained.preprocess.image_format,
@@ -75,6 +77,7 @@ def predict(
         min(batch_size, len(places)),
     )
     loader = Loader(batches, 0, len(batches), num_workers=num_workers, device=trained.device)
+
     unread: Predictions | None = None
     with loader:
         for position, batch in enumerate(loader):
@@ -93,7 +96,9 @@ def _queue(
 ) -> Predictions:
     """Queue the forward pass of a batch, and return its results on the device.
 
-    first: the number of the batch's first image. filled: the number of rows that are not padding.
+    Args:
+        first: The number of the batch's first image.
+        filled: The number of rows that are not padding.
     """
     images = batch.images[:filled]
     probabilities = trained(trained.preprocess.normalize(images)).float().softmax(1)
