@@ -48,6 +48,7 @@ class ImagePlace(NamedTuple):
         """Return the encoded image. Raises ValueError with a reason that omits the name."""
         if self.problem:
             raise ValueError(self.problem)
+
         try:
             if not self.member:
                 return read_image(self.path)
@@ -56,6 +57,7 @@ class ImagePlace(NamedTuple):
                     f"the image has {self.size:,} bytes, but at most {MAX_IMAGE_BYTES:,} are"
                     " allowed"
                 )
+
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
                 return os.pread(descriptor, self.size, self.offset)
@@ -115,12 +117,14 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
             problems.append(f"{error.filename or argument}: cannot be read ({error.strerror})")
         except ValueError as error:
             problems.append(str(error))
+
     if problems:
         raise ValueError(few(problems, 10, "; "))
     if not inputs.places:
         raise ValueError(
             "no images given: pass files, folders or tars, or - to read a list of names from stdin"
         )
+
     return inputs
 
 
@@ -163,6 +167,7 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
         real_path = os.path.realpath(current)
         if real_path in parents:  # a link to a parent folder would never end
             continue
+
         try:
             with os.scandir(current) as entries:
                 visible = sorted(
@@ -175,18 +180,19 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
                 raise
             inputs.places.append(ImagePlace(current, problem=f"cannot be read ({error.strerror})"))
             continue
-        has_shards = (
-            "_info.json",
-            False,
-        ) in visible  # a shard folder also contains a preview picture
+
+        # A shard folder also contains a preview picture.
+        has_shards = ("_info.json", False) in visible
         below = [os.path.join(current, name) for name, is_folder in visible if is_folder]
-        for path in (os.path.join(current, name) for name, is_folder in visible if not is_folder):
+        files = [os.path.join(current, name) for name, is_folder in visible if not is_folder]
+        for path in files:
             if is_image(path) and not has_shards:
                 inputs.places.append(ImagePlace(path))
             elif path.lower().endswith(".tar"):
                 _add(path, inputs, is_named=False)
             else:
                 inputs.skipped[os.path.splitext(path)[1] or "without a suffix"] += 1
+
         pending += [(path, parents | {real_path}) for path in reversed(below)]
 
 

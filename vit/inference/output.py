@@ -66,6 +66,7 @@ def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Tabl
     table.columns[0].overflow = "fold"
     table.columns[1].overflow = "fold"
     table.columns[2].justify = "right"
+
     for name, classes in rows:
         for rank, (class_name, probability) in enumerate(classes):
             table.add_row(
@@ -108,11 +109,11 @@ class Summary:
         self._images += torch.bincount(likeliest, minlength=len(self.class_names))
         self._probabilities.index_add_(0, likeliest, predictions.probabilities[good, 0].double())
         self.num_done += len(numbers)
+
         for row in good:
             if numbers[row] >= self.num_examples:
                 break
-            labels = predictions.labels[row].tolist()
-            names = [self.class_names[label] for label in labels]
+            names = [self.class_names[label] for label in predictions.labels[row].tolist()]
             classes = list(zip(names, predictions.probabilities[row].tolist(), strict=True))
             self.examples.append((self.places[numbers[row]].name, classes))
             if predictions.pixels is not None:
@@ -123,6 +124,7 @@ class Summary:
         table = Table("class", "images", "share", "mean probability", box=None, pad_edge=False)
         for column in table.columns[1:]:
             column.justify = "right"
+
         total = int(self._images.sum())
         order = self._images.argsort(descending=True, stable=True)
         present = [label for label in order.tolist() if self._images[label]]
@@ -131,7 +133,9 @@ class Summary:
             mean = float(self._probabilities[label]) / number
             shares = f"{100 * number / total:.1f} %", f"{100 * mean:.1f} %"
             table.add_row(Text(self.class_names[label]), f"{number:,}", *shares)
-        if hidden := present[num_rows:]:
+
+        hidden = present[num_rows:]
+        if hidden:
             number = int(self._images[hidden].sum())
             share = f"{100 * number / total:.1f} %"
             table.add_row(f"{len(hidden):,} more classes", f"{number:,}", share, "")

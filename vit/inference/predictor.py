@@ -79,6 +79,7 @@ class Preprocess:
             return self._decoded(image)
         if not isinstance(image, (str, os.PathLike)):
             return self._decoded(_encoded(image, self.image_format.channels, self.view))
+
         try:
             return self._decoded(Path(image).read_bytes())
         except OSError as error:
@@ -100,9 +101,14 @@ def _encoded(image: Any, channels: int, view: EvalConfig) -> bytes:
 
     channels: 1 (gray) or 3 (RGB). Raises ValueError if `image` has another type or pixel format.
     """
-    is_array = isinstance(image, np.ndarray) and image.dtype == np.uint8
-    if is_array and (image.ndim == 2 or image.shape[2:] == (3,)):
+    is_gray_or_rgb = (
+        isinstance(image, np.ndarray)
+        and image.dtype == np.uint8
+        and (image.ndim == 2 or image.shape[2:] == (3,))
+    )
+    if is_gray_or_rgb:
         image = pillow.fromarray(image)
+
     is_image = isinstance(image, pillow.Image)
     if not is_image or image.mode in ("I", "F"):
         form = image.mode if is_image else getattr(image, "shape", "")
@@ -111,6 +117,7 @@ def _encoded(image: Any, channels: int, view: EvalConfig) -> bytes:
             " of Pillow with 8 bits, or an array of uint8, (height, width, 3) in RGB or (height,"
             " width) in gray"
         )
+
     if view.apply_exif:
         image = ImageOps.exif_transpose(image)
     encoded = io.BytesIO()
@@ -191,16 +198,16 @@ def load(
     """Load a trained model, ready to use.
 
     Args:
-        path: a run folder (its last weights, or their EMA if it exists), a checkpoint folder, a
+        path: A run folder (its last weights, or their EMA if it exists), a checkpoint folder, a
             weights file, a Hugging Face folder with `config.json`, or a model on the Hugging Face
             hub, such as "timm/vit_small_patch16_224.augreg_in1k" or "hf-hub:OWNER/REPO".
         name: timm's model name for another program's weights, if the path does not identify it.
-        settings: override settings of the run, such as `{"train.precision": "fp32"}`. Positions
+        settings: Override settings of the run, such as `{"train.precision": "fp32"}`. Positions
             are resampled if `model.image_size` changes.
-        class_names: names of the outputs; by default those stored with the weights.
+        class_names: The names of the outputs; by default those stored with the weights.
 
     Raises:
-        ValueError: the weights do not exist, are damaged, or belong to an unknown model.
+        ValueError: The weights do not exist, are damaged, or belong to an unknown model.
     """
     loaded = read_weights(path)
     if name and loaded.config is not None:
@@ -211,6 +218,7 @@ def load(
     if loaded.config is None:
         # The config needs a data root, but no data are read.
         loaded, _ = with_published_config(loaded, name, data_root=".")
+
     device = torch.device(device)
     config = config_io.from_dict(loaded.config or {}, str(loaded.path))
     config = with_precision(
@@ -223,16 +231,20 @@ def load(
             f"{len(class_names)} class names were given, but {loaded.path} has {num_classes}"
             " classes: give one name per class"
         )
+
     model = create_model(config.model, num_classes=num_classes)
     notes = [*loaded.notes, *load_weights(model, loaded.weights, loaded.grid_size)]
     set_residual_dtype(model, config.train.residual_dtype)
     augment = create_augment(config.augment, config.data, num_classes, device)
+
     names = list(class_names or loaded.class_names or [])
-    if not names and loaded.step is None and num_classes == IMAGENET_CLASSES:
+    may_be_imagenet = loaded.step is None and num_classes == IMAGENET_CLASSES
+    if not names and may_be_imagenet:
         names = imagenet_names().get("words", [])
         if names:
             notes.append("1,000 classes without names are assumed to be those of ImageNet-1k")
     names += [""] * (num_classes - len(names))
+
     return Trained(
         model.to(device).eval(),
         Preprocess(ImageFormat.from_config(config.model, config.data), config.eval, augment),
