@@ -66,6 +66,7 @@ def evaluate_weights(
     """
     config = choose_settings(config, world)
     split = open_split(config, config.data.val_split, world)
+
     # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
     # classes on which the weights were trained. `class_mismatch` below compares the names.
     with world.fail_together():
@@ -79,6 +80,7 @@ def evaluate_weights(
             )
         namings = namings_of(loaded, loaded.num_classes) if config.eval.sets else {}
         classes = ModelClasses(loaded.num_classes, namings)
+
     groups = open_sets(config, split, classes, world)
     with world.fail_together():
         model = create_model(config.model, num_classes=loaded.num_classes)
@@ -99,8 +101,10 @@ def evaluate_weights(
     as_json: dict[str, Any] = {"num_images": split.num_samples, **_as_json(accuracy)}
     lines += [str(accuracy), _calibration(accuracy)]
     # Labels are compared by number, so accuracy on different classes would look valid.
-    if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
+    mismatch = class_mismatch(loaded, split.class_names, split.num_classes)
+    if mismatch:
         as_json["note"] = mismatch
+
     further_sets = {name: pair for name, pair in by_set.items() if name != VAL}
     for name, (scored, evaluation) in further_sets.items():
         lines.append(f"{name}: {scored.where()} of {scored.split.root}")
@@ -110,6 +114,7 @@ def evaluate_weights(
             name: {**_as_json(evaluation.accuracy), "num_skipped": scored.num_skipped}
             for name, (scored, evaluation) in further_sets.items()
         }
+
     if world.is_main:
         kind = f" ({loaded.which()})" if loaded.which() else ""
         heading = f"{loaded.path}{kind} on {split.root} {split.name!r}"
@@ -129,7 +134,6 @@ def _evaluate_all(
 ) -> dict[str, tuple[EvalSet, Evaluation]]:
     """Return the set and the result for each set name, in the order of the config."""
     set_residual_dtype(model, config.train.residual_dtype)
-    size = config.model.size_text()
     by_set: dict[str, tuple[EvalSet, Evaluation]] = {}
     for sets in groups:
         evaluator = Evaluator(
@@ -144,7 +148,7 @@ def _evaluate_all(
         )
         num_images = evaluator.split.num_samples
         names = "" if sets is groups[0] else f" {', '.join(each.name for each in sets)}"
-        text = f"evaluating{names} at {size}"
+        text = f"evaluating{names} at {config.model.size_text()}"
         with closing(evaluator), Meter(text, num_images, "images", shown=world.is_main) as meter:
 
             def on_batch(
@@ -154,6 +158,7 @@ def _evaluate_all(
 
             results = evaluator.evaluate({"model": model}, on_batch)
         by_set |= {each.name: (each, results[each.name]["model"]) for each in sets}
+
     return {name: by_set[name] for name in (VAL, *config.eval.sets) if name in by_set}
 
 
@@ -190,27 +195,28 @@ def _rights(result: Result) -> dict[str, Tensor]:
     }
 
 
+def _differences(first: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, PairedDifference]:
+    """Return the paired difference on each set that both contain; see `_rights`."""
+    return {name: paired_difference(first[name], other[name]) for name in first if name in other}
+
+
 def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
     """Print a table of all results by set, and return the object for `--json`.
 
     names: the name of each weights file. The sets of all results are compared.
     """
     first, *later = map(_rights, results)
-    differences = [
-        {name: paired_difference(first[name], rights[name]) for name in first if name in rights}
-        for rights in later
-    ]
-    rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
-    numbers = [
-        {name: evaluation.accuracy.to_dict() for name, (_, evaluation) in result.sets.items()}
-        for result in results
-    ]
+    differences = [_differences(first, rights) for rights in later]
     has_top5 = any(
         each.accuracy.num_classes >= TOP5_CLASSES for _, each in results[0].sets.values()
     )
-    for name in (name for name in numbers[0] if all(name in by_name for by_name in numbers)):
-        for number, (path, by_name) in enumerate(zip(names, numbers, strict=True)):
-            values = by_name[name]
+
+    rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
+    for name in results[0].sets:
+        if not all(name in result.sets for result in results):
+            continue
+        for number, (path, result) in enumerate(zip(names, results, strict=True)):
+            values = result.sets[name][1].accuracy.to_dict()
             rows.append(
                 (
                     name if number == 0 else "",
@@ -223,11 +229,13 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
                     _short(differences[number - 1][name]) if number else "",
                 )
             )
+
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [f"{row[0]:<{widths[0]}}", f"{row[1]:<{widths[1]}}"]
         cells += [f"{text:>{width}}" for text, width in zip(row[2:7], widths[2:7], strict=True)]
         print("  ".join([*cells, row[7]]).rstrip(), file=out)
+
     return {
         "checkpoints": [
             {"checkpoint": name, **result.as_json}

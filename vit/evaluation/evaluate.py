@@ -74,8 +74,10 @@ class _Count:
             accepted = torch.full_like(self.accepted[:1], -1).repeat(len(weights), 1)
             accepted[: len(ids)] = self.accepted[ids]
             weights = weights * (accepted >= 0).any(1)
+
         # Reading the counts would make every batch wait, so leave them on the device.
         self.counter.add(logits, batch.labels, weights, accepted)
+
         # Index by sample number, so that the order does not depend on the batch size or the
         # number of ranks.
         logits = logits.float()[: len(ids)]
@@ -175,6 +177,7 @@ class Evaluator:
             rank=self.world.rank,
             world_size=self.world.size,
         )
+
         counts = {name: [_Count(each, device) for each in self.sets] for name in models}
         # `eval()` turns off dropout and drop path, and freezes batch norm statistics.
         was_training = {name: model.training for name, model in models.items()}
@@ -190,10 +193,13 @@ class Evaluator:
         finally:  # `on_batch` raises an error to interrupt an evaluation
             for name, model in models.items():
                 model.train(was_training[name])
-        results = {
-            scored.name: {name: counts[name][number].result(self.world) for name in models}
-            for number, scored in enumerate(self.sets)
-        }
+
+        results: dict[str, dict[str, Evaluation]] = {}
+        for number, scored in enumerate(self.sets):
+            results[scored.name] = {
+                name: counts[name][number].result(self.world) for name in models
+            }
+
         waited_s = torch.zeros(self.world.size, device=device)
         waited_s[self.world.rank].fill_(loader.stats.wait_s)
         slowest_s = float(self.world.sum_(waited_s).max())
@@ -211,6 +217,7 @@ class Evaluator:
         if self._loader is not None:
             self._loader.restart()
             return self._loader
+
         self._loader = Loader(
             batches,
             0,
@@ -262,17 +269,18 @@ def evaluate_model(
 
     Args:
         model: (B, C, H, W) float32 -> (B, num_classes) logits. The weights determine the device.
-        split: the result of `vit.open_split`.
-        image_size: height and width in pixels, or one number for both.
-        crop_pct: side of the center crop divided by the shorter side of the resized image.
-        mean, std: per channel, for images scaled to [0, 1]; one value selects grayscale images.
+        split: The result of `vit.open_split`.
+        image_size: The height and width in pixels, or one number for both.
+        crop_pct: The side of the center crop divided by the shorter side of the resized image.
+        mean, std: The values per channel, for images scaled to [0, 1]. One value selects grayscale
+            images.
         interpolation: `bicubic` or `bilinear`, antialiased.
-        batch_size: images per forward pass and rank.
+        batch_size: The number of images per forward pass and rank.
         precision: `fp32`, `bf16` or `fp16` for the forward pass.
-        num_workers: decoding processes of this rank; 0 decodes in this process.
+        num_workers: The number of decoding processes of this rank; 0 decodes in this process.
 
     Raises:
-        ShardError: an image cannot be read or decoded.
+        ShardError: An image cannot be read or decoded.
     """
     device = next(model.parameters()).device
     is_distributed = dist.is_initialized()
@@ -281,6 +289,7 @@ def evaluate_model(
         dist.get_world_size() if is_distributed else 1,
         device,
     )
+
     evaluator = Evaluator(
         (EvalSet(VAL, split),),
         ImageFormat(height_width(image_size), len(mean), interpolation),
@@ -290,6 +299,7 @@ def evaluate_model(
         precision=precision,
         num_workers=num_workers,
     )
+
     try:
         return evaluator.evaluate({"model": model})[VAL]["model"].accuracy
     finally:
