@@ -40,6 +40,7 @@ MODULES = {
     "open_split": "vit.data.storage.opening",
 }
 """Maps each public name to the module that defines it."""
+
 __all__ = [
     "__version__",
     "create_loader",

@@ -48,6 +48,7 @@ def main() -> None:
             module = f"data_prep.{source}"
         else:
             refuse(f"prep {source}", did_you_mean(source, PREP_COMMANDS), "vitline prep")
+
         sys.argv = sys.argv[2:] or sys.argv[1:]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif name == "--version":

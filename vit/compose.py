@@ -64,6 +64,7 @@ class Extra:
             if instead is None:
                 raise
             return instead
+
         return module.parts(config)
 
 
@@ -114,6 +115,7 @@ READERS: tuple[Feature, ...] = (
     ),
 )
 """The features that read training data. `reader_of` asks no others, which would import them."""
+
 FEATURES: tuple[Feature, ...] = (
     Core(10, lambda config: True, lambda config: Parts(hooks=(HostCheck(),))),
     Core(20, lambda config: True, lambda config: Parts(hooks=(OrderHook(),))),
@@ -182,10 +184,13 @@ def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) ->
 def fit(config: Config, *, allow_change: Iterable[str] = (), world: World | None = None) -> Outcome:
     """Train as launch/train.py does, including metrics, checkpoints and resuming.
 
-    Every rank must call this function. config: the result of `vit.load_config`. allow_change:
-    settings that may differ from those of the resumed run. world: by default, the ranks that
-    torchrun started, or a single process without torchrun. Returns "finished", or "stopped" after a
-    signal. Raises ValueError if the settings or the data are invalid.
+    Every rank must call this function. Returns "finished", or "stopped" after a signal. Raises
+    ValueError if the settings or the data are invalid.
+
+    Args:
+        config: The result of `vit.load_config`.
+        allow_change: Settings that may differ from those of the resumed run.
+        world: By default, the ranks that torchrun started, or a single process without torchrun.
     """
     world = world or join_for(config)
     outcome = train(build_run(config, world, allow_change))

@@ -108,6 +108,7 @@ def combine(features: Sequence[Feature], config: Config) -> Parts:
     chosen = sorted(
         (feature for feature in features if feature.is_on(config)), key=lambda each: each.order
     )
+
     combined: dict[str, Any] = {}
     for parts in (feature.parts(config) for feature in chosen):
         for field in fields(Parts):
@@ -119,4 +120,5 @@ def combine(features: Sequence[Feature], config: Config) -> Parts:
             elif field.name in combined:
                 raise ValueError(f"two features replace {field.name}: turn one of them off")
             combined[field.name] = value
+
     return Parts(**combined)

@@ -44,9 +44,11 @@ _SEED_DROPOUT = 0x0D0
 class TrainStep:
     """The state that an update changes: weights, optimizer, EMA and loss scale.
 
-    `lr_at` returns the learning rate of a step. `weight_decay_at` returns its weight decay, or None
-    if the decay is constant. If `train.compile` is on but the model is not compiled, `why_eager`
-    gives the reason. `has_cuda_graphs` is True if it replays CUDA graphs.
+    Args:
+        lr_at: Returns the learning rate of a step.
+        weight_decay_at: Returns the weight decay of a step, or None if the decay is constant.
+        why_eager: The reason if `train.compile` is on but the model is not compiled, else "".
+        has_cuda_graphs: Whether the model replays CUDA graphs.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TrainStep:
         self.augment = augment
         self.objective = objective
         self.reduce = reduce
+
         self.lr_at = lr_at
         self.weight_decay_at = weight_decay_at
         self.micro_batch_size = micro_batch_size
@@ -83,6 +86,7 @@ class TrainStep:
         self.seed = seed
         self.why_eager = why_eager
         self.has_cuda_graphs = has_cuda_graphs
+
         self.mark: Callable[[StepPhase], object] = lambda phase: None
         """A function that is called when a phase of the step begins."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -107,10 +111,12 @@ class TrainStep:
     ) -> StepResult:
         """Queue the update at `step` with this rank's rows of the global batch.
 
-        batch: the batch after `Augment.change_batch`, on any device. stop: whether this rank has
-        received a signal. report: values to send to all ranks. Every rank must pass the same number
-        of values. loss_limit: the mean loss of the global batch above which the update is skipped,
-        equal on all ranks.
+        Args:
+            batch: The batch after `Augment.change_batch`, on any device.
+            stop: Whether this rank has received a signal.
+            report: Values to send to all ranks. Every rank must pass the same number of values.
+            loss_limit: The mean loss of the global batch above which the update is skipped, equal
+                on all ranks.
         """
         sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, loss_limit)
         return StepResult(sums, grad_norm, len(report), rows, measured)
@@ -131,6 +137,7 @@ class TrainStep:
         num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
         sums = torch.zeros(num_slots, device=self.world.device)
         rows = self._forward_and_backward(batch, step, sums)
+
         # `fill_` passes the number as a kernel argument. `sums[...] = number` would copy it from
         # host memory, and torch 2.11 waits for the device during that copy.
         sums[Slot.STOP].fill_(float(stop))
@@ -170,11 +177,13 @@ class TrainStep:
                 # reported loss excludes these rows.
                 self.mark(StepPhase.BACKWARD)
                 (loss_sum * (1 / divisor) * self.loss_scale.value).backward()
+
             row_weights = micro_batch.weights.sum()
             self.reduce.add(start, loss_sum.detach(), row_weights)
             sums[Slot.LOSS_SUM].add_(loss_sum.detach())
             sums[Slot.ROW_WEIGHTS].add_(row_weights)
             rows.append((losses.detach(), margins, micro_batch.weights))
+
         return [piece for kind in zip(*rows, strict=True) for piece in kind]
 
     def _begin_replay(self) -> None:
@@ -207,6 +216,7 @@ class TrainStep:
             # device waits for the copy to end, not the host.
             self.copying.wait()
             self.copying = None
+
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale.value
         if self.world.rank < self.reduce.norm_ranks:
@@ -242,6 +252,7 @@ class TrainStep:
         if loss_limit is None:
             sums[Slot.VERDICT].copy_(not_finite)
             return not_finite, not_finite
+
         # The limit is a Python number, passed as a kernel argument, so no copy is needed.
         loss = sums[Slot.LOSS_SUM] / sums[Slot.ROW_WEIGHTS].clamp(min=1.0)
         is_above = (loss > loss_limit).float()

@@ -52,6 +52,7 @@ def _train_from_state(run: Run) -> Outcome:
             # Remove the previous attempt's file. Another signal would cause the file to be written
             # again.
             (run.folder / STOPPED_FILE).unlink(missing_ok=True)
+
         run.train_step.model.train()
         run.watch.start()
         while True:
@@ -96,13 +97,16 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     is_epoch_end = step % run.plan.steps_per_epoch == 0 or is_last
     if is_epoch_end or save_due:
         run.verify(is_epoch_end)
+
     # `pause` waits until the device has finished the previous step and may set `monitor.stop`, so
     # call `pause` only when training pauses anyway.
     if evaluation_due or save_due or monitor.stop:
         monitor.pause()
+
     weights = set[str]()  # names of the files in `weights/` to write
     if evaluation_due and not monitor.stop:
         weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
+
     if monitor.stop:
         run.verify(is_end=True)  # verify the unfinished epoch, if any
     if save_due or monitor.stop or weights:
@@ -115,6 +119,7 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
     run.watch.mark(step, "waiting for its data")
     batch = next(loader)
     run.watch.mark(step, "in the step")
+
     if not monitor.is_started:
         # Gradient sums depend on DDP's bucket layout, which must be the same in all attempts, so
         # every process prepares its step, even on resume. The time counts as startup, not as
@@ -124,11 +129,13 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
         run.start_times.end("workers and first batch")
         run.start_times.report(run.record, step)
         monitor.start_clock()
+
     # vit/step.py runs the forward pass, the backward pass and the update. The ranks sum their stop
     # flags in each step, so all ranks stop at the same step.
     stop = bool(run.signals.received) or run.saver.has_failed
     result = run.train_step(batch, step, stop, monitor.rank_report(step), run.loss_limit(step))
     monitor.queue(step, result, batch.bad_keys)  # reads the previous step
+
     for hook in run.hooks:
         hook.queued(batch)
     run.saver.report()
@@ -155,10 +162,12 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
     run.watch.close()  # only rank 0 still works, so the other ranks make no more marks
+
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     run.signals.end_announcements()
     if not run.world.is_main:
         return outcome
+
     if outcome == "stopped":
         mark_stopped(run.folder, state.step, run.signals.received or "of another rank")
         run.record.log(
@@ -171,6 +180,7 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
             f" {run.plan.eval_every_steps} steps (eval.every_steps, eval.every_epochs): run python"
             f" launch/eval.py {quote(str(run.folder))} to evaluate its weights"
         )
+
     run.record.write("end", state.step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
     for hook in run.hooks:
         hook.ended(run, outcome)
