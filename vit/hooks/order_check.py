@@ -49,6 +49,7 @@ class OrderHook(Hook):
         state = self._run.state
         if self._compared_step == state.step:
             return
+
         with self._run.world.fail_together():
             if self._order is not None and self._seen != self._planned:
                 raise RuntimeError(
@@ -56,12 +57,14 @@ class OrderHook(Hook):
                     f" {self._run.world.rank}: sample checksum {self._seen:016x}, expected"
                     f" {self._planned:016x}: this is a bug in the loader, please report it"
                 )
+
         seen = self._seen
         if self._run.world.size > 1:  # one rank must not wait for its GPU
             # torch has no unsigned sum, but the int64 sum has the same bits.
             signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
             own = torch.tensor(signed, dtype=torch.int64, device=self._run.world.device)
             seen = int(self._run.world.sum_(own))
+
         state.sample_checksum = (state.sample_checksum + seen) % 2**64
         self._compared_step = state.step
         self._seen = 0
@@ -74,6 +77,7 @@ class OrderHook(Hook):
         first = state.checked_step
         if first == state.step or not is_end:
             return
+
         is_epoch_end = state.step % self._run.plan.steps_per_epoch == 0
         self._run.record.write(
             "epoch",
@@ -85,5 +89,6 @@ class OrderHook(Hook):
             sample_checksum=f"{state.sample_checksum:016x}",
             samples_dropped=self._run.plan.dropped_per_epoch if is_epoch_end else 0,
         )
+
         state.checked_step = state.step
         state.sample_checksum = 0

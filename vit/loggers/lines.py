@@ -67,6 +67,7 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
         }
     elif kind not in ("train", "eval", "fault"):
         return {}
+
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
     return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
 

@@ -33,6 +33,7 @@ def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device
     kernel = config.attention.removesuffix("3")
     if kernel != "auto":
         _check(model, config, kernel, device)
+
     # These flags also apply to CPUs.
     torch.backends.cuda.enable_flash_sdp(kernel in ("auto", "flash"))
     torch.backends.cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
@@ -49,6 +50,7 @@ def attention_kernel(model: nn.Module, config: TrainConfig, device: torch.device
     layers = [each for each in model.modules() if hasattr(each, "qkv")]
     if not layers or config.attention == "flash3":
         return config.attention if layers else None
+
     q, dropout = _probe(layers[0], config.precision, device)
     backend = torch._fused_sdp_choice(q, q, q, None, dropout, False)
     return {each.value: name for name, each in KERNELS.items()}[backend]
@@ -61,12 +63,14 @@ def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.dev
             f"train.attention={config.attention} has no effect on {type(model).__name__}, which has"
             " no attention: set auto"
         )
+
     reason = ""
     if config.attention == "flash3":
         try:
             torch_attention.activate_flash_attention_impl("FA3")
         except (AttributeError, ImportError, RuntimeError) as error:
             reason = f" ({error}: install FlashAttention 3 and the newest torch)"
+
     if reason or not _works(kernel, layers[0], config.precision, device):
         if config.attention == "flash3" and not reason:
             torch_attention.restore_flash_attention_impl()

@@ -37,6 +37,7 @@ def create_train_step(
     with world.fail_together():
         set_residual_dtype(model, config.train.residual_dtype)
         choose_attention(model, config.train, world.device)
+
     # The order matters. The EMA copies the model, so it is created before compilation. The
     # optimizer refers to the parameters, so it is created after wrapping. DDP does not replace the
     # parameters. With `fully_shard`, which does, the EMA would also have to be created after
@@ -44,9 +45,11 @@ def create_train_step(
     ema = create_average(model, config.ema, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)
+
     # The EMA is evaluated as often as the model, so compile both.
     averages = [] if ema is None else [ema.module]
     why_eager = compile_models(config.train, [model, *averages, *objective.models], world)
+
     reduce = create_reduce(model, config, plan, world, is_filled_later)
     augment = create_augment(
         config.augment,
@@ -55,6 +58,7 @@ def create_train_step(
         world.device,
         compiled=bool(config.train.compile) and not why_eager,
     )
+
     probes = None
     if config.log.norms_every_steps is not None:
         # Few runs measure norms.
@@ -62,6 +66,7 @@ def create_train_step(
 
         with world.fail_together():
             probes = create_probes(model, config, augment, plan.micro_batch_size, plan.total_steps)
+
     learning_rate, weight_decay = rates(config, plan)
     return TrainStep(
         model,

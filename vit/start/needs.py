@@ -73,12 +73,14 @@ def host_memory(
 ) -> HostMemory:
     """Compute the host memory of a run.
 
-    evals: the batches of each evaluation split, `data.val_split` first. saved_bytes: the size of a
-    checkpoint.
+    Args:
+        evals: The batches of each evaluation split, `data.val_split` first.
+        saved_bytes: The size of a checkpoint.
     """
     workers = loader.num_workers
     ring = plan_ring(*train[:3], workers, on_gpu)
     rings = [plan_ring(*each[:3], workers, on_gpu, EVAL_READY_BATCHES) for each in evals]
+
     # Three loaders exist at the same time: the training loader, the loader of `data.val_split`, and
     # the loader of another split during its evaluation.
     further_slots = max((each.num_bytes for each in rings[1:]), default=0)
@@ -129,6 +131,7 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     # Streamed samples have no index, so per-sample losses are not saved.
     keeps_losses = config.log.sample_losses if config.stream.urls is None else 0
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # "best" needs an evaluation
+
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
         num_checkpoints=_num_checkpoints(config.checkpoint, num_saves),

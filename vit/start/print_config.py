@@ -43,8 +43,8 @@ def describe(
     note. Raises the ValueErrors of `make_plan` and `TrainReader.choose`.
 
     Args:
-        sentences: a description of each setting, printed above its value.
-        reader: reads the training data.
+        sentences: A description of each setting, printed above its value.
+        reader: Reads the training data.
     """
     values = config_io.to_dict(config)
     comments = {
@@ -52,11 +52,13 @@ def describe(
         for section in values
         for key in (f"{section}.{name}" for name in values[section])
     }
+
     data = config.data
     derived: dict[str, object] = {}
     order_of: dict[str, object] = {"order": NOT_EXACT} if config.stream.urls is not None else {}
     images_assumed = ""
     classes_assumed = ""
+
     # Do not retry, because printing a config must not wait for storage that does not respond.
     at_once = config_io.with_settings(config, {"loader.patience_s": 0.0})
     try:
@@ -79,15 +81,18 @@ def describe(
         if config.stream.urls is None:
             order_of = {"shuffle": measure_shuffle(order, train.split.index["label"])}
         derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
+
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
     derived |= asdict(plan)
     del derived["global_batch_size"]  # printed above, with the settings
     derived |= {"num_lanes": order.num_lanes, "block_samples": order.block_samples, **order_of}
+
     with torch.device("meta"):
         model = create_trained_model(config, num_classes)
     gflop = flops_per_image(model) / 1e9
     is_averaged = config.ema.decay is not None
     state, gradients = training_bytes(model, config.optim, is_averaged)
+
     derived["classes"] = f"{num_classes}{classes_assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["parameter_groups"] = _groups_in_words(model, config.optim)
@@ -96,10 +101,12 @@ def describe(
     )
     if config.distill.teacher is not None:
         derived["teacher"] = describe_teacher(config, num_classes)
+
     form = ImageFormat.from_config(config.model, data, config.schedule)
     if form.stages:
         of_sizes = [f"{flops_per_image(model, image_size=size) / 1e9:.2f}" for size in form.sizes]
         derived["image_sizes"] = f"{form.sizes_text()}: {', '.join(of_sizes)} GFLOP"
+
     held = "weights, optimizer" + (", EMA" if is_averaged else "")
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {_retention(config.checkpoint)}"
     derived |= _working_copy(config.run)
@@ -107,6 +114,7 @@ def describe(
         f"{(state + gradients) / 2**30:.2f} on each rank (the content of a checkpoint, and"
         " gradients), without activations"
     )
+
     return (
         config_io.dump_yaml(values, comments, sentences)
         + "\n# derived\n"

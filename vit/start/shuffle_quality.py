@@ -60,12 +60,14 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     num_steps = order.steps_per_shuffle
     num_batches = min(NUM_BATCHES, num_steps)
     steps = (2 * np.arange(num_batches) + 1) * num_steps // (2 * num_batches)
+
     shares = order.shares or (Share(len(labels), len(labels)),)
     class_sizes = np.zeros(int(labels.max()) + 1, np.int64)
     for share in shares:
         numbers = range(share.num_samples) if share.chosen is None else share.chosen
         counts = count_labels(labels[share.first :], numbers, len(class_sizes))
         class_sizes += np.round(counts * (share.num_draws / share.num_samples)).astype(np.int64)
+
     draws = replace(order, shares=())
     batches = [(labels[order.batch(step)], draws.batch(step)) for step in steps.tolist()]
     quality = quality_of(batches, steps / num_steps, 1 / num_steps, order.num_samples, class_sizes)
@@ -88,7 +90,9 @@ def quality_of(
 ) -> ShuffleQuality:
     """Measure batches of (labels, positions in storage).
 
-    starts, duration: start of each batch and length of a batch, as fractions of one shuffle.
+    Args:
+        starts: The start of each batch, as a fraction of one shuffle.
+        duration: The length of a batch, as a fraction of one shuffle.
     """
     num_classes = []
     expected = []
@@ -98,6 +102,7 @@ def quality_of(
         expected.append(_expected_classes(class_sizes, len(np.unique(places))))
         times = start + duration * (np.arange(len(places)) + 0.5) / len(places)
         moved.append(np.abs(times - (places + 0.5) / num_places).mean())
+
     return ShuffleQuality(
         float(np.mean(num_classes)), float(np.mean(expected)), float(np.mean(moved))
     )

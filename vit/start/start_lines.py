@@ -47,6 +47,7 @@ def start_lines(
         f" {world.device.type}, {config.train.precision}{attention}; {plan.total_steps} steps of"
         f" {plan.global_batch_size} images{micro_steps}"
     )
+
     num_copies = config.order.aug_repeats
     copies = ""
     if num_copies > 1:
@@ -54,9 +55,11 @@ def start_lines(
             f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images per"
             f" epoch, {num_copies} copies of each; "
         )
+
     if batches.image_format.stages:
         yield f"training images: {batches.image_format.sizes_text()}"
     yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
+
     if emulated := precision_note(config.train.precision, world.device):
         yield f"note: {emulated}"
     if world.device.type == "cpu" and torch.backends.mps.is_available():
@@ -69,6 +72,7 @@ def start_lines(
         )
     if config.train.reduce_dtype != "fp32" and world.size == 1:
         yield f"note: train.reduce_dtype={config.train.reduce_dtype} has no effect on one rank"
+
     rate = config.model.drop_path_rate or 0.0
     in_subset = config.model.drop_path_form == "subset"
     if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:
@@ -77,12 +81,14 @@ def start_lines(
             f" from a micro-batch of {plan.micro_batch_size}: use a larger data.micro_batch_size,"
             " or model.drop_path_form=mask"
         )
+
     yield from _size_notes(config, plan, batches)
     if plan.warmup_steps >= plan.total_steps:
         yield (
             f"note: the warm-up takes {plan.warmup_steps} steps, but the run has only"
             f" {plan.total_steps}: the peak learning rate is not reached"
         )
+
     ema = train_step.ema
     share = 0.0 if ema is None else ema.first_share(plan.total_steps)
     if share > NOTABLE_FIRST_SHARE:
@@ -91,12 +97,14 @@ def start_lines(
             " of the initial weights in the EMA, which eval, predict and export use: set"
             " ema.warmup=true, ema.decay=null or a smaller decay"
         )
+
     yield from filling_notes(batches, state.step, plan)
     if state.restarts:
         yield (
             f"resumed at step {state.step} of {plan.total_steps} from {config.run.dir}/checkpoints"
             f" (restart {state.restarts})"
         )
+
     if state.is_finished(plan):
         best = f", best top-1 {state.best_top1:.2f} %" if state.best_top1 >= 0 else ""
         length = "train.epochs" if config.train.steps is None else "train.steps"
@@ -115,6 +123,7 @@ def _size_notes(config: Config, plan: Plan, batches: AugmentedBatches) -> Iterat
             " classes of model.num_classes have no image: model.num_classes=null gives the head"
             f" the data's {num_known:,} classes"
         )
+
     is_short = plan.total_steps < FEW_UPDATES and config.train.epochs is not None
     if is_short and config.init.checkpoint is None:
         yield (

@@ -73,6 +73,7 @@ def queries_and_keys(attention: Any, x: Tensor, *args: object, **options: object
         kv = attention.kv(x).unflatten(2, (2, attention.num_heads, -1))
         k = kv[:, :, 0].transpose(1, 2)
         return [attention.q_norm(q).float(), attention.k_norm(k).float()]
+
     qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)
     # In timm, query and key norms are optional.

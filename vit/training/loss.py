@@ -41,6 +41,7 @@ def choose_class_weights(
                 " classes: give one number per class"
             )
         return setting
+
     counts = images_by_class(train_set, num_classes)
     if not counts.all():
         missing = np.flatnonzero(counts == 0).tolist()
@@ -78,6 +79,7 @@ def create_loss(
     weights = None
     if class_weights is not None:
         weights = torch.tensor(class_weights, dtype=torch.float32, device=device)
+
     if config.name == "bce":
         return partial(
             binary_cross_entropy,
@@ -129,6 +131,7 @@ def binary_cross_entropy(
         targets = targets * (1.0 - label_smoothing) + label_smoothing / targets.shape[-1]
     if target_thresh is not None:
         targets = targets.gt(target_thresh).float()
+
     losses = F.binary_cross_entropy_with_logits(
         logits.float(), targets, class_weights, reduction="none"
     )

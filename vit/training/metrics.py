@@ -137,10 +137,14 @@ class AccuracyCounter:
     def add(
         self, logits: Tensor, labels: Tensor, weights: Tensor, accepted: Tensor | None = None
     ) -> None:
-        """Add a batch: `logits` (B, classes), `labels` (B,) int64, `weights` (B,).
+        """Add a batch.
 
-        Rows of weight 0, which pad the last batch, are ignored. accepted: (B, n) int64, all
-        accepted classes of each row, padded with -1. These classes replace `labels`.
+        Args:
+            logits: (B, classes).
+            labels: (B,) int64.
+            weights: (B,). Rows of weight 0, which pad the last batch, are ignored.
+            accepted: (B, n) int64, all accepted classes of each row, padded with -1. These classes
+                replace `labels`.
         """
         logits = logits.float()
         self.num_classes = logits.shape[1]
@@ -156,11 +160,13 @@ class AccuracyCounter:
             is_right |= column[:, None] == numbers
             top1 |= correct_in_top_k(logits, classes, 1) & is_class
             top5 |= correct_in_top_k(logits, classes, 5) & is_class
+
         if accepted is None:
             loss = cross_entropy(logits, is_right.float())
         else:
             among = logits.masked_fill(~is_right, -math.inf)
             loss = logits.logsumexp(1) - among.logsumexp(1)
+
         finite = loss.isfinite()
         fixed = _fixed_point(loss, finite)
         self.sums += torch.stack(
@@ -184,10 +190,12 @@ class AccuracyCounter:
         images, top1, top5, loss, not_finite = sums[:5]
         share = 100.0 / max(images, 1)
         mean = float("nan") if not_finite else loss * LOSS_UNIT / max(images, 1)
+
         right = sums[5 + ECE_BINS : 5 + 2 * ECE_BINS]
         confidences = sums[5 + 2 * ECE_BINS :]
         gaps = [abs(r - c * LOSS_UNIT) for r, c in zip(right, confidences, strict=True)]
         ece = float("nan") if not_finite else sum(gaps) * share
+
         return Accuracy(
             num_images=images,
             correct_top1=top1,
@@ -235,12 +243,14 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     count = len(first)
     only_first = int((first & ~second).sum())
     only_second = int((second & ~first).sum())
+
     n = count + 2.0
     b = only_second + 0.5
     c = only_first + 0.5
     half = _Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
     middle = (b - c) / n
     points = 100.0 * (only_second - only_first) / max(count, 1)
+
     return PairedDifference(
         num_images=count,
         only_first=only_first,

@@ -95,6 +95,7 @@ def find_peak(device: torch.device, precision: str) -> Peak | None:
     """
     if device.type != "cuda":
         return None
+
     gpu = find_device(torch.cuda.get_device_name(device))
     if gpu is not None:
         return Peak(gpu.peak_tflops(precision), "data sheet")
@@ -111,6 +112,7 @@ def measure_peak(device: torch.device, precision: str, size: int | None = None) 
     if size is None:
         size = (4096 if precision == "fp32" else 8192) if on_gpu else 1024
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
+
     generator = torch.Generator(device)  # leaves training's random state unchanged
     a = torch.randn(size, size, generator=generator, dtype=dtype, device=device)
     best_s = float("inf")
@@ -118,6 +120,7 @@ def measure_peak(device: torch.device, precision: str, size: int | None = None) 
         began_s = now_s(device)
         torch.mm(a, a)
         best_s = min(best_s, now_s(device) - began_s)
+
     del a
     if on_gpu:
         torch.cuda.empty_cache()

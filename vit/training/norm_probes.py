@@ -67,12 +67,14 @@ class Probes:
         # Use micro-batches, so that the same rows are mixed on any number of ranks.
         size = self._micro_batch_size
         first = reduce.first_row(num_rows)
+
         # Only the first ranks have these images. The other ranks run the pass too, because sharded
         # parameters are gathered from all ranks.
         largest = []
         for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
             end = start + min(math.ceil(IMAGES_OF_LOGITS / unit) * unit, size)
             rows = batch.rows(start, end).to(reduce.world.device)
+
             # Run eagerly, because compiling more graphs for so few images would take seconds.
             with torch.compiler.set_stance("force_eager"):
                 inputs, _ = self._augment.finish(rows.images, rows.labels, rows.table)
@@ -82,6 +84,7 @@ class Probes:
                 return logits.new_empty(0)
             logits[:, max(IMAGES_OF_LOGITS - first - start, 0) :] = -torch.inf
             largest.append(logits.amax(1))
+
         return reduce.world.max_(torch.stack(largest).amax(0))
 
 

@@ -43,7 +43,10 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and margin (`vit.training.metrics.margins`) of each row, (B,) float32.
 
-        inputs: (B, C, H, W) float32. targets: (B, classes), mixed. labels: (B,), not mixed.
+        Args:
+            inputs: (B, C, H, W) float32.
+            targets: (B, classes), mixed.
+            labels: (B,), not mixed.
         """
         outputs = forward(inputs)
         logits = outputs[0] if isinstance(outputs, tuple) else outputs

@@ -115,6 +115,7 @@ class DataParallel:
             # this order. A run that resumes after `schedule.image_sizes` does not resample, so
             # always use the model's own size.
             rows = replace(rows, images=rows.images.new_zeros((*rows.images.shape[:2], *size)))
+
         # The warm-up passes change the running statistics of batch norms in timm models, so restore
         # the buffers afterwards.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
@@ -124,6 +125,7 @@ class DataParallel:
         else:
             with no_sync(self.module):
                 losses(rows)
+
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                 buffer.copy_(value)

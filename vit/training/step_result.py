@@ -88,9 +88,11 @@ class StepValues(NamedTuple):
 class StepResult:
     """The result of a step, which is copied to the host.
 
-    sums: (5 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
-    grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, with
-    one tensor per micro-batch. norms: None if the step did not measure them.
+    Args:
+        sums: (5 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
+        grad_norm: () float32 on the device.
+        rows: The losses, margins and weights of this rank's rows, with one tensor per micro-batch.
+        norms: None if the step did not measure them.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class StepResult:
         self._num_rows_values = sum(map(len, rows))
         self._report_size = report_size
         self._num_shared = len(sums) + 1
+
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
@@ -126,8 +129,10 @@ class StepResult:
         sums = shared[: Slot.RANK_REPORTS].tolist()
         of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
+
         # Each rank reads all reports, possibly thousands, in each step, so use an array.
         reports = shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size)
+
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),
             grad_norm=shared[-1].item(),
