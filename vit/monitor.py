@@ -78,13 +78,31 @@ def collect_garbage_at_log_lines() -> Iterator[None]:
 
 
 def _collect_garbage(freeze: bool) -> None:
-    """Collect garbage, unless Python's automatic collection is on. `freeze`: exclude the objects
-    that are alive now from later collections."""
+    """Collect garbage, unless Python's automatic collection is on.
+
+    freeze: whether to exclude the objects that are alive now from later collections.
+    """
     if gc.isenabled():
         return
     gc.collect()
     if freeze:
         gc.freeze()
+
+
+class Interval(NamedTuple):
+    """The training since the last line of metrics."""
+
+    loss: float
+    """The mean loss of the steps."""
+    image_size: tuple[int, int]
+    """The (height, width) of the images in the last step."""
+    images_per_s: float
+    """The rate of all ranks together."""
+    mfu: float | None
+    """The fraction of the devices' peak that training reaches; None if unknown."""
+    waiting: Waiting
+    wait_share: float
+    """The fraction of the time that was spent waiting for data, at most 1."""
 
 
 class Monitor:
@@ -100,6 +118,7 @@ class Monitor:
         self._reported_wait_share = 0.0
         self._timed_steps = 0
         """The number of steps since the start of this attempt."""
+
         self._tally_before = loader.tally()
         self._wait_before_s = loader.stats.wait_s
         self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
@@ -108,6 +127,7 @@ class Monitor:
         """Whether training time is being counted, from the first batch on."""
         self._last_step_at: float
         self._totals_s: NDArray[np.float64]
+
         # Objects that are alive at the first line of metrics, such as compiled code, usually stay
         # alive. Freezing them once makes later collections take microseconds. Counting frozen
         # objects takes 30 ms, so it is done once.
@@ -149,6 +169,7 @@ class Monitor:
         self._wait_before_s = self.loader.stats.wait_s
         if not self._logs_after(step + 1):
             return (waited_s,)
+
         tally = self.loader.tally()
         done = since(tally, self._tally_before)
         self._tally_before = tally
@@ -181,18 +202,22 @@ class Monitor:
         values = result.read()
         if not is_next_queued:  # waiting for the device counts as training time
             self._last_step_at = time.perf_counter()
+
         self.stop = self.stop or values.stop > 0
         self.run.state.interval_losses.append(values.loss)
         self._timed_steps += 1
         self._num_steps += 1
+
         waits_s = values.rank_reports[:, 0].astype(np.float64)
         self._waited_s += float(waits_s.max())  # a step waits for its slowest rank
         self._totals_s = self._totals_s + waits_s
         self.run.state.bad_images += values.bad_images
+
         problems = [hook.read(step, values) for hook in self.run.hooks]
         self._log(step + 1, values, stats, self._last_step_at - began_at)
         if values.norms is not None:
             self.run.record.write("norms", step + 1, **values.norms)
+
         for problem in filter(None, problems):
             self.run.state.elapsed_s = self.elapsed_s()
             with self.run.world.fail_together():
@@ -220,81 +245,114 @@ class Monitor:
     def _log(self, step: int, values: StepValues, stats: LoaderStats, step_s: float) -> None:
         """Update the live line, and write metrics at the end of an interval.
 
-        step: the number of finished steps. step_s: the duration of the last one.
+        Args:
+            step: The number of finished steps.
+            stats: The statistics of the loader when the last one was queued.
+            step_s: The duration of the last one.
         """
         plan = self.run.plan
-        batch_size = plan.global_batch_size
-        spent_s = max(self._last_step_at - self._began, 1e-9)
-        waiting = sum_up(self._waited_s, self._totals_s)
-        wait_share = min(waiting.waited_s / spent_s, 1.0)
-        images_per_s = self._num_steps * batch_size / spent_s
-        mfu = self.utilization and self.utilization.mfu(
-            images_per_s / self.run.world.size, step - 1
-        )
-        losses = self.run.state.interval_losses
-        loss = sum(losses) / len(losses)
-        lr = self.run.train_step.lr_at(step - 1)
-        weight_decay = self.run.train_step.weight_decay_at(step - 1)
-        epoch = step / plan.steps_per_epoch
+        interval = self._measure(step)
+
         steps_left: float = plan.total_steps - step
         if self.utilization is not None:  # steps with larger images take longer
             steps_left = self.utilization.steps_like(step - 1, step, plan.total_steps)
-        eta_s = steps_left * batch_size / images_per_s
         if self._timed_steps == ESTIMATE_STEPS and steps_left * step_s >= SHORT_S:
             self._estimate(steps_left * step_s, plan.total_steps - step, step_s)
-        slow_rank = ""
-        if waiting.is_uneven and wait_share >= NOTABLE_WAIT_SHARE:
-            slow_rank = f" (rank {waiting.rank})"
-        height, width = self.run.batches.image_format.in_epoch(
-            (step - 1) // plan.steps_per_epoch
-        ).size
-        size = f" of {height}x{width} px" if self.run.batches.image_format.stages else ""
-        share = "" if mfu is None else f" MFU {mfu:.0%},"
-        line = (
-            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {digits(images_per_s)}"
-            f" images/s{size},{share} data wait {wait_share:.0%}{slow_rank} | loss {loss:.3f}"
-            f" | lr {lr:.2e} | ETA {duration(eta_s)}"
-        )
+
+        line = self._live_line(step, interval, steps_left)
         if not self._logs_after(step):
             self.run.record.progress(step, line)
             return
+
         _collect_garbage(self._is_freeze_due)
         self._is_freeze_due = False
         self.run.record.train_line(step, line)
+        self._write_metrics(step, interval, values, stats)
+        self.run.state.interval_losses.clear()
+        self._new_interval(self._last_step_at, stats)
+
+    def _measure(self, step: int) -> Interval:
+        """Return the loss and the speed of the interval so far, after `step` finished steps."""
+        spent_s = max(self._last_step_at - self._began, 1e-9)
+        waiting = sum_up(self._waited_s, self._totals_s)
+        images_per_s = self._num_steps * self.run.plan.global_batch_size / spent_s
+        mfu = (
+            None
+            if self.utilization is None
+            else self.utilization.mfu(images_per_s / self.run.world.size, step - 1)
+        )
+        losses = self.run.state.interval_losses
+        last_epoch = (step - 1) // self.run.plan.steps_per_epoch
+
+        return Interval(
+            loss=sum(losses) / len(losses),
+            image_size=self.run.batches.image_format.in_epoch(last_epoch).size,
+            images_per_s=images_per_s,
+            mfu=mfu,
+            waiting=waiting,
+            wait_share=min(waiting.waited_s / spent_s, 1.0),
+        )
+
+    def _live_line(self, step: int, interval: Interval, steps_left: float) -> str:
+        """Return the line that tells users how far and how fast training is.
+
+        steps_left: the number of steps like the last one that take as long as the rest of the run.
+        """
+        plan = self.run.plan
+        height, width = interval.image_size
+        size = f" of {height}x{width} px" if self.run.batches.image_format.stages else ""
+        mfu = "" if interval.mfu is None else f" MFU {interval.mfu:.0%},"
+        has_slow_rank = interval.waiting.is_uneven and interval.wait_share >= NOTABLE_WAIT_SHARE
+        slow_rank = f" (rank {interval.waiting.rank})" if has_slow_rank else ""
+        eta_s = steps_left * plan.global_batch_size / interval.images_per_s
+
+        return (
+            f"step {step}/{plan.total_steps} epoch {step / plan.steps_per_epoch:.2f}"
+            f" | {digits(interval.images_per_s)} images/s{size},{mfu}"
+            f" data wait {interval.wait_share:.0%}{slow_rank} | loss {interval.loss:.3f}"
+            f" | lr {self.run.train_step.lr_at(step - 1):.2e} | ETA {duration(eta_s)}"
+        )
+
+    def _write_metrics(
+        self, step: int, interval: Interval, values: StepValues, stats: LoaderStats
+    ) -> None:
+        """Log advice on slow data, and write the line of metrics after `step` finished steps."""
         loader_images_per_s = self._loader_images_per_s(stats)
         loaders = [
             dict(zip(LOADER_COUNTS, counts, strict=True))
             for counts in values.rank_reports[:, 1:].tolist()
             if counts
         ]
-        self._advise(wait_share, waiting, loaders, loader_images_per_s)
+        self._advise(interval, loaders, loader_images_per_s)
+
+        weight_decay = self.run.train_step.weight_decay_at(step - 1)
+        height, width = interval.image_size
+        size = height if height == width else [height, width]
         self.run.record.write(
             "train",
             step,
-            epoch=epoch,
-            loss=loss,
-            losses=losses,
-            lr=lr,
+            epoch=step / self.run.plan.steps_per_epoch,
+            loss=interval.loss,
+            losses=self.run.state.interval_losses,
+            lr=self.run.train_step.lr_at(step - 1),
             **({} if weight_decay is None else {"weight_decay": weight_decay}),
-            **({"image_size": height if height == width else [height, width]} if size else {}),
+            **({"image_size": size} if self.run.batches.image_format.stages else {}),
             grad_norm=values.grad_norm,
-            images_per_s=images_per_s,
-            images_per_s_per_gpu=images_per_s / self.run.world.size,
-            mfu=mfu,
-            data_wait_s=waiting.waited_s,
-            data_wait_max_s=waiting.max_s,
-            data_wait_mean_s=waiting.mean_s,
-            data_wait_rank=waiting.rank,
-            data_wait_host=self.run.world.host_of(waiting.rank),
+            images_per_s=interval.images_per_s,
+            images_per_s_per_gpu=interval.images_per_s / self.run.world.size,
+            mfu=interval.mfu,
+            data_wait_s=interval.waiting.waited_s,
+            data_wait_max_s=interval.waiting.max_s,
+            data_wait_mean_s=interval.waiting.mean_s,
+            data_wait_rank=interval.waiting.rank,
+            data_wait_host=self.run.world.host_of(interval.waiting.rank),
             loader_images_per_s=loader_images_per_s,
             elapsed_s=self.elapsed_s(),
             peak_memory_gib=peak_memory_gib(self.run.world.device),
             updates_skipped=self.run.state.updates_skipped,
             bad_images=self.run.state.bad_images,
-            **self._loader_metrics(loaders, waiting),
+            **self._loader_metrics(loaders, interval.waiting),
         )
-        losses.clear()
-        self._new_interval(self._last_step_at, stats)
 
     def _estimate(self, left_s: float, steps_left: int, step_s: float) -> None:
         """Log the length of the rest of the run, and advice if it is too long for a CPU."""
@@ -309,21 +367,17 @@ class Monitor:
             )
 
     def _advise(
-        self,
-        wait_share: float,
-        waiting: Waiting,
-        loaders: list[Tally],
-        loader_images_per_s: float | None,
+        self, interval: Interval, loaders: list[Tally], loader_images_per_s: float | None
     ) -> None:
         """Log advice if the time spent waiting for data is high and has changed."""
-        change = abs(wait_share - self._reported_wait_share)
-        is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
+        change = abs(interval.wait_share - self._reported_wait_share)
+        is_notable = interval.wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
         if is_notable and self._timed_steps >= ADVICE_STEPS:
-            self._reported_wait_share = wait_share
+            self._reported_wait_share = interval.wait_share
             self.run.record.log(
                 advice(
-                    wait_share,
-                    waiting,
+                    interval.wait_share,
+                    interval.waiting,
                     loaders,
                     images_per_s=loader_images_per_s,
                     num_workers=self.loader.num_workers,
@@ -336,17 +390,18 @@ class Monitor:
         rank."""
         if not loaders:
             return {}
-        metrics: dict[str, Any] = {
-            f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()
+
+        totals = {f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()}
+        return {
+            **totals,
+            "loader_worker_mib": max(loader["worker_mib"] for loader in loaders),
+            "loader_replaced": sum(loader["replaced"] for loader in loaders),
+            "loader_slowest": {
+                "rank": waiting.rank,
+                "host": self.run.world.host_of(waiting.rank),
+                **{name: round(number, 3) for name, number in loaders[waiting.rank].items()},
+            },
         }
-        metrics["loader_worker_mib"] = max(loader["worker_mib"] for loader in loaders)
-        metrics["loader_replaced"] = sum(loader["replaced"] for loader in loaders)
-        metrics["loader_slowest"] = {
-            "rank": waiting.rank,
-            "host": self.run.world.host_of(waiting.rank),
-            **{name: round(number, 3) for name, number in loaders[waiting.rank].items()},
-        }
-        return metrics
 
     def _loader_images_per_s(self, stats: LoaderStats) -> float | None:
         """Return how many images per second the workers of all ranks can load, or None if unknown.
@@ -415,13 +470,15 @@ def advice(
 ) -> str:
     """Return advice for training that spends the fraction `share` of its time waiting for data.
 
-    loaders: the statistics of each rank's loader, [] if unknown. images_per_s: the rate that the
-    loaders of all ranks can reach, None if unknown.
+    Args:
+        loaders: The statistics of each rank's loader; [] if unknown.
+        images_per_s: The rate that the loaders of all ranks can reach; None if unknown.
     """
     tally = loaders[waiting.rank] if loaders and waiting.is_uneven else add_up(loaders)
     shares = _shares(tally)
     remedies = [REMEDIES[shares[0][1]]] if shares else []
     work = _work(tally, shares)
+
     waited = f"data-bound: {share:.0%} of the time was spent waiting for images"
     if waiting.is_uneven:
         remedy = ", and ".join([*remedies, "check what else runs on this host"])
@@ -429,16 +486,21 @@ def advice(
             f"{waited} of rank {waiting.rank} on {world.host_of(waiting.rank)}"
             f" ({waiting.max_s:.1f} s, ranks on average {waiting.mean_s:.1f} s){work}; {remedy}"
         )
+
     rate = ""
     if images_per_s is not None:
         rate = f"; the loader can load {digits(images_per_s)} images/s"
+
     cores = num_cores()
     ranks = local_world_size()
     if max(num_workers, 1) * ranks < cores:
-        workers = f"({num_workers} for each of {ranks} rank(s), {cores} cores)"
-        remedies.insert(0, f"raise loader.num_workers {workers}")
+        remedies.insert(
+            0,
+            f"raise loader.num_workers ({num_workers} for each of {ranks} rank(s), {cores} cores)",
+        )
     else:
         remedies.append(f"use more than {cores} cores")
+
     return f"{waited}{rate}{work}; {' or '.join(remedies)}"
 
 
