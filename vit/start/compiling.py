@@ -26,9 +26,10 @@ def compile_blocks(
     training and one in evaluation, so compiling ViT-H takes about as long as compiling ViT-B.
     backend, mode: those of torch.compile.
     """
-    blocks = getattr(model, "blocks", [model])
+    blocks: Any = getattr(model, "blocks", [model])
     parts = list(blocks)
-    if isinstance(blocks, Blocks) and (size := _group_size(model)) > 1:
+    size = _group_size(model) if isinstance(blocks, Blocks) else 1
+    if size > 1:
         parts = [Group(parts[start : start + size]) for start in range(0, len(parts), size)]
         blocks.groups = parts
 
@@ -59,10 +60,14 @@ def _group_size(model: Any) -> int:
     of the first group, which overlaps with no backward pass, has more gradients.
     """
     # A group calls the two parts of a block, so it would skip hooks, and another class's `forward`.
-    are_plain = all(type(block) is Block and not _has_hooks(block) for block in model.blocks)
+    if not all(type(block) is Block and not _has_hooks(block) for block in model.blocks):
+        return 1
+
+    # A group would be checkpointed as a whole, or have a graph for its own rates.
     has_row_counts = len(set(model.drop_paths.rates)) > 1 and model.drop_paths.form == "subset"
-    if model.blocks.checkpoint_every or has_row_counts or not are_plain:
-        return 1  # A group would be checkpointed as a whole, or have a graph for its own rates.
+    if model.blocks.checkpoint_every or has_row_counts:
+        return 1
+
     return next(size for size in (3, 4, 2, 1) if len(model.blocks) % size == 0)
 
 
@@ -74,6 +79,7 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
     """
     if not config.compile:
         return ""
+
     why_eager = why_not_compiled(world.device)
     if world.any_rank(bool(why_eager)):
         why_eager = why_eager or "torch.compile failed on another host of this run"
@@ -85,6 +91,7 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
                     " tools, or set train.compile=false from the first step"
                 )
         return why_eager
+
     mode = config.compile if isinstance(config.compile, str) else None
     for model in models:
         compile_blocks(model, mode=mode)
@@ -125,11 +132,13 @@ def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
     if isinstance(blocks, Blocks):
         blocks.checkpoint_every = 1 if isinstance(blocks_setting, str) else blocks_setting
         return
+
     if blocks_setting != "block":
         raise ValueError(
             f"train.activation_checkpointing={blocks_setting}: timm models can checkpoint only all"
             " blocks or none: set block or none"
         )
+
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     except (AttributeError, AssertionError):

@@ -28,8 +28,10 @@ class HostCheck(Hook):
         with world.fail_together():
             if world.is_main and not _is_over(place, data.plan.total_steps):
                 room = check_disk(disk, place.folder, config.checkpoint.keep_last, place.setting)
-        record = {"preflight": checked.record | room.record}
-        return Notes(record=record, lines=checked.lines + room.lines)
+
+        return Notes(
+            record={"preflight": checked.record | room.record}, lines=checked.lines + room.lines
+        )
 
 
 def check_host(config: Config, world: World, data: RunData) -> tuple[Notes, DiskNeeds]:

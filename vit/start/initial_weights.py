@@ -70,12 +70,13 @@ def _load(
     except WeightsError as error:
         other = _other_model_settings(loaded, config.model)
         raise WeightsError(f"{loaded.path}: {error}{other}") from None
+
     if not init.reset_head:
         mismatch = class_mismatch(loaded, class_names, num_classes)
         if mismatch:
             notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
-    in_chans = config.model.in_chans
-    return [*loaded.report(notes), *normalization_notes(loaded, config.data, in_chans)]
+
+    return [*loaded.report(notes), *normalization_notes(loaded, config.data, config.model.in_chans)]
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
@@ -93,6 +94,7 @@ def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
             f"; the config's {', '.join(keys)} override the settings of {model.name}: to use that"
             f" model unchanged, set {' '.join(f'{key}=null' for key in keys)}"
         )
+
     stored = {"model": loaded.config.get("model", {})}
     current = {"model": model.model_dump(mode="json")}
     lines = [

@@ -57,13 +57,17 @@ def preflight(
 ) -> Notes:
     """Check this host, and raise its limit on open files if necessary.
 
-    evals: the batches of each evaluation split, `data.val_split` first. root: the folder of `proc`
-    and `sys`. saved_bytes: the size of the state, which rank 0 copies in memory before saving.
     Raises ValueError if the run cannot work on this host.
+
+    Args:
+        evals: The batches of each evaluation split, `data.val_split` first.
+        root: The folder of `proc` and `sys`.
+        saved_bytes: The size of the state, which rank 0 copies in memory before saving.
     """
     workers = loader.num_workers
     ranks = local_world_size()
     processes = ranks * workers
+
     train_bytes = _worker_bytes(train, processes)
     eval_loads = [
         Load(each.layout, each.row_unit, len(each), _worker_bytes(each, processes))
@@ -76,9 +80,11 @@ def preflight(
         on_gpu=world.device.type == "cuda",
         saved_bytes=saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0,
     )
+
     ring, eval_ring = memory.ring, memory.eval_ring
     worker_bytes = max(train_bytes, *(each.worker_bytes for each in eval_loads))
     needed_bytes = ranks * memory.of_each_gpu + memory.saved_copy
+
     free_bytes = free_memory_bytes(root)
     more = ", and so does eval.sets" if len(evals) > 1 else ""
     saving = ""
@@ -101,6 +107,7 @@ def preflight(
     local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
     # Shard readers use at most half of the limit, so require twice as many.
     needed_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
+
     numbers = {
         "train_shards": len(train.split.filenames),
         "val_shards": sum(len(split.filenames) for split in evaluated),
@@ -115,6 +122,7 @@ def preflight(
         "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
     }
     numbers["notes"] = notes = list(_notes(loader, world, train, numbers, needed_files))
+
     free = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     host_line = (
         f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
@@ -122,8 +130,15 @@ def preflight(
         f" {train.layout.num_rows} images, {eval_ring.num_slots} of {evals[0].layout.num_rows} to"
         " evaluate), nothing in /dev/shm"
     )
-    lines = (_data_line(train, evals, index_bytes), host_line)
-    return Notes(record=numbers, lines=(*lines, *(f"note: {note}" for note in notes)))
+
+    return Notes(
+        record=numbers,
+        lines=(
+            _data_line(train, evals, index_bytes),
+            host_line,
+            *(f"note: {note}" for note in notes),
+        ),
+    )
 
 
 def _data_line(train: AugmentedBatches, evals: Sequence[EvalBatches], index_bytes: int) -> str:
@@ -155,25 +170,31 @@ def _notes(
             f" again for each image: run `ulimit -n {needed_files}` before the start, or ask the"
             " administrator"
         )
+
     yield from _cache_notes(train, ranks)
     if workers > cores:
         yield (
             f"{workers} loader workers share {cores} core(s):"
             f" loader.num_workers={max(cores // ranks, 1)} is as fast and needs less memory"
         )
+
     threads = torch.get_num_threads()
     on_gpu = world.device.type == "cuda"
-    if not on_gpu and ranks > 1 and 2 * threads * ranks <= cores:
+    leaves_cores_idle = not on_gpu and ranks > 1 and 2 * threads * ranks <= cores
+    if leaves_cores_idle:
         yield (
             f"each of {ranks} ranks computes with {threads} thread(s) on {cores} cores, which is"
             f" torchrun's default: run `export OMP_NUM_THREADS={cores // ranks}` to use all cores"
         )
+
     shm_gib = numbers["free_shm_gib"]
-    if on_gpu and ranks > 1 and shm_gib is not None and shm_gib < NCCL_SHM_GIB:
+    lacks_shm = on_gpu and ranks > 1 and shm_gib is not None and shm_gib < NCCL_SHM_GIB
+    if lacks_shm:
         yield (
             f"/dev/shm has {shm_gib:.2f} GiB free, but NCCL needs {NCCL_SHM_GIB} GiB between the"
             " GPUs of a host: use docker run --shm-size=1g (batches do not need it)"
         )
+
     if native.UNAVAILABLE_REASON:
         yield (
             f"JPEGs are decoded by simplejpeg, at 0.6 times the speed: {native.UNAVAILABLE_REASON}"
@@ -201,6 +222,7 @@ def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "r
     more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
     above = (folder.absolute(), *folder.absolute().parents)
     free_bytes = shutil.disk_usage(next(each for each in above if each.is_dir())).free
+
     parts = needs.in_words(size_text)
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
         present = f", {size_text(saved_bytes)} of it already saved" if saved_bytes else ""
@@ -210,6 +232,7 @@ def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "r
             f" checkpoint.keep_last ({keep_last}, plus one while it is written), or choose another"
             f" {setting}"
         )
+
     numbers = {
         "checkpoint_gib": round(needs.checkpoint_bytes / GIB, 4),
         "needed_disk_gib": round(more_bytes / GIB, 4),
@@ -231,6 +254,7 @@ def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[
     last = min(step + batches.split.read_ahead_batches, plan.total_steps)
     if step >= last:
         return
+
     first_row = batches.first_row
     end_row = first_row + batches.layout.num_rows
     samples = [batches.order.rows(later, first_row, end_row) for later in range(step, last)]
@@ -242,6 +266,7 @@ def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[
             needed, missing = cached.wanted_bytes(split_samples)
             needed_bytes += needed
             missing_bytes += missing
+
     if missing_bytes >= MISSING_BYTES:
         yield (
             f"filling the cache: the next {last - step} batches of a rank need"
@@ -267,6 +292,7 @@ def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
             block_samples = max(order.block_samples, cached.block_samples)
             block_bytes = block_samples * cached.stored_bytes // split.num_samples
             open_bytes += min(blocks * block_bytes, cached.stored_bytes)
+
     if cached is not None and cached.cache.limit_bytes < open_bytes:
         remedy = "lower order.num_lanes"
         if order.block_samples == 1:

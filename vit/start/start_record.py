@@ -51,6 +51,7 @@ def start_record(
     """
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=data.plan.total_steps)
+
     values = config_io.to_dict(config)
     made_by = provenance()
     try:
@@ -71,14 +72,20 @@ def start_record(
             " free some space"
         ) from None
 
+    lines = [f"chosen: {line}" for line in data.train_set.summary]
+    lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
+    details: dict[str, object] = {}
+    for part in notes:
+        lines += part.lines
+        details |= part.record
+
     shuffle = None
-    trained_on = {}
     if data.batches.exact:
-        labels = data.batches.split.index["label"]
-        shuffle = measure_shuffle(data.batches.order, labels)
+        shuffle = measure_shuffle(data.batches.order, data.batches.split.index["label"])
         # `vit.extras.report.replay` compares the hash to make sure that it shows the same batches.
-        trained_on["content_sha256"] = content_sha256(data.batches.split)
-        trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
+        details["content_sha256"] = content_sha256(data.batches.split)
+        details["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
+
     peak = find_peak(world.device, config.train.precision)
     record.write(
         "start",
@@ -96,20 +103,20 @@ def start_record(
         chosen=data.train_set.identity or None,
         class_weights=data.class_weights,
         **{key: state.facts[key] for key in ("init_source",) if key in state.facts},
-        **{key: value for part in notes for key, value in part.record.items()},
-        **trained_on,
+        **details,
         **({} if peak is None else asdict(peak)),
     )
-    lines = [f"chosen: {line}" for line in data.train_set.summary]
-    lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
-    lines += [line for part in notes for line in part.lines]
-    lines += [f"note: {note}"] if (note := mount_note(folder)) else []
-    lines += [note for sets in data.sets if (note := _note_of_trained(sets[0], data.train_set))]
+
+    mounted = mount_note(folder)
+    if mounted:
+        lines.append(f"note: {mounted}")
+    lines += filter(None, (_note_of_trained(sets[0], data.train_set) for sets in data.sets))
     lines += start_lines(
         config, data.plan, train_step=train_step, batches=data.batches, shuffle=shuffle, state=state
     )
     for line in lines:
         record.log(line)
+
     if not state.is_finished(data.plan):  # a finished run has nothing more to log
         record.start_loggers(create_loggers)
     return record
@@ -121,6 +128,7 @@ def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
     count = count_equal(train_set, split)
     if not count:
         return ""
+
     return (
         f"note: {evaluated.name} ({split.root} {split.name!r}): {count:,} of its"
         f" {split.num_samples:,} images are byte-equal to training images"
