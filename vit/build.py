@@ -45,15 +45,19 @@ from vit.training.run_data import Notes, as_trained, open_data
 def build(config: Config, world: World, allow_change: Iterable[str], parts: Parts) -> Run:
     """Build the run described by `config`, and load its newest checkpoint if one exists.
 
-    allow_change: settings that may differ from those in the checkpoint. parts: the result of
-    `vit.compose.parts_of` for `config`. Raises ValueError for mistakes in the config or the
-    data, and `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, even while this
-    rank waits for other ranks.
+    Raises ValueError for mistakes in the config or the data, and
+    `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, even while this rank waits
+    for other ranks.
+
+    Args:
+        allow_change: Settings that may differ from those in the checkpoint.
+        parts: The result of `vit.compose.parts_of` for `config`.
     """
     place = parts.open_place(config, world)
     is_new = world.is_main and not place.folder.is_dir()
     lock = RunLock(place.folder)
     signals = StopSignals()
+
     try:
         with signals.instead_of_errors("before the first step: nothing to save"):
             # 1. Lock the run folder if it exists. A new folder is created and locked only in part
@@ -70,6 +74,7 @@ def build(config: Config, world: World, allow_change: Iterable[str], parts: Part
         if isinstance(error, Interrupted):
             checkpoints.mark_interrupted(place.folder, error.number, lock, world, is_new)
         raise
+
     return run
 
 
@@ -89,12 +94,15 @@ def _build(
     data = open_data(config, world, parts.reader)
     config = as_trained(config, data)
     objective = parts.create_objective(config, data, world)
+
     notes = [
         Notes(lines=parts.lines),
         objective.notes,
         *(hook.opened(config, world, data, place) for hook in parts.hooks),
     ]
-    facts = {**data.facts, **{key: part.facts[key] for part in notes for key in part.facts}}
+    facts = dict(data.facts)
+    for part in notes:
+        facts |= part.facts
     times.end("data")
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
@@ -133,6 +141,7 @@ def _build(
     # 6. The folder of a new run, in which another process may have been faster, and the record.
     if world.broadcast_from_main(lambda: not lock.is_held and place.create(lock)):
         return _build(config, world, allowed, parts, place, lock, signals)
+
     record = world.main_first(
         lambda: start_record(
             config, world, place.folder, lock, data, notes, state, train_step, parts.create_loggers
@@ -140,10 +149,12 @@ def _build(
     )
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL
+
     beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
     saved_as = config_io.to_dict(config)
     saver = Saver(place, train_step, saved_as, data.class_names, config.checkpoint, record, beside)
     times.end("record")
+
     return Run(
         config=config,
         world=world,

@@ -47,27 +47,28 @@ def finetune(
 ) -> None:
     """Fine-tune `loaded` with the config `tuned`, and print the accuracy before and after to `out`.
 
-    base: the config of `loaded`, or None if the weights cannot be evaluated before training;
-    `problem` then gives the reason. build_run: a function that builds the run for `tuned`
-    (`vit.compose.build_run`). as_json: whether to print one JSON object on stdout as well
-    (see `launch/eval.py`). Raises ValueError if the run in the folder started from different
-    weights.
+    Raises ValueError if the run in the folder started from different weights.
+
+    Args:
+        base: The config of `loaded`, or None if the weights cannot be evaluated before training.
+        problem: The reason why they cannot be evaluated, else "".
+        build_run: A function that builds the run for `tuned` (`vit.compose.build_run`).
+        as_json: Whether to print one JSON object on stdout as well (see `launch/eval.py`).
     """
     assert tuned.run.dir is not None, "load_config names the run folder"
     with world.fail_together():
         if world.is_main:
-            is_away = is_url(tuned.run.dir)
-            infos = Path(tuned.run.dir)
-            if is_away:
-                infos = newest_info(tuned.run.dir)
+            infos = newest_info(tuned.run.dir) if is_url(tuned.run.dir) else Path(tuned.run.dir)
             _check_same_start(infos, loaded, tuned.run.dir)
+
     split = open_split(tuned, tuned.data.val_split, world)
-    selected = tuned.init.select_classes
-    if base is not None and split.num_classes != loaded.num_classes and not selected:
+    has_other_classes = split.num_classes != loaded.num_classes and not tuned.init.select_classes
+    if base is not None and has_other_classes:
         problem = (
             f"{loaded.path} has {loaded.num_classes} classes, but {split.root} has"
             f" {split.num_classes}"
         )
+
     before: dict[str, Result] = {}
     if base is not None and not problem:
         before = _evaluate_before(loaded, base, tuned, world, out)
@@ -90,22 +91,24 @@ def finetune(
     after = evaluate_weights(trained, tuned, world, out)
     if not world.is_main:
         return
+
     labels = torch.from_numpy(split.index["label"].astype("int64"))
     is_right = after.evaluation.predictions == labels
     differences = {
         name: paired_difference(result.evaluation.predictions == labels, is_right)
         for name, result in before.items()
     }
+
     if base is not None and before:
         size = tuned.model.size_text()
         against = {
             "before": f"base at {base.model.size_text()}",
             "before_resized": f"base at {size}, not trained at this size",
         }
-        num_images = split.num_samples
-        print(f"fine-tuned at {size}, compared on the same {num_images} images:", file=out)
+        print(f"fine-tuned at {size}, compared on the same {split.num_samples} images:", file=out)
         for name, difference in differences.items():
             print(f"  compared with the {against[name]}: {difference}", file=out)
+
     if as_json:
         summary = after.as_json | {name: result.as_json for name, result in before.items()}
         summary["difference"] = {name: asdict(value) for name, value in differences.items()}
@@ -142,10 +145,12 @@ def _evaluate_before(
         "eval.sets": {},
         "eval.best_by": VAL,
     }
+
     selected = tuned.init.select_classes
     before = {
         "before": evaluate_weights(loaded, with_settings(base, settings), world, out, selected)
     }
+
     if tuned.model.size_text() != base.model.size_text():
         settings["model.image_size"] = tuned.model.image_size
         settings |= {f"eval.{key}": getattr(tuned.eval, key) for key in VIEW_KEYS}

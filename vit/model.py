@@ -61,25 +61,27 @@ def create_model(
     Args:
         name: `vit_{size}{patch}` (sizes: `PRESETS`), such as vit_b16; or `timm/<name>`, which is
             created without pretrained weights; or a `ModelConfig`.
-        image_size: height and width in pixels, or one number for both; 224 by default.
-        num_classes: number of outputs of the head; 1,000 by default. Without a head (0), the model
-            returns the features that the head would receive, as in timm.
-        fields: further arguments of `VisionTransformer`, or of timm's constructor for
+        image_size: The height and width in pixels, or one number for both; 224 by default.
+        num_classes: The number of outputs of the head; 1,000 by default. Without a head (0), the
+            model returns the features that the head would receive, as in timm.
+        fields: Further arguments of `VisionTransformer`, or of timm's constructor for
             `timm/<name>`, which override the defaults of the model.
 
     Raises:
-        ValueError: the name is unknown, or arguments contradict each other.
+        ValueError: The name is unknown, or arguments contradict each other.
     """
     named_fields = {"image_size": image_size, "num_classes": num_classes}
     fields |= {key: value for key, value in named_fields.items() if value is not None}
     if isinstance(name, ModelConfig):
         fields = name.model_dump(exclude={"name"}, exclude_none=True) | fields
         name = name.name
+
     if name.startswith("timm/"):
         # timm takes seconds to import.
         from vit.layers.timm_model import create_timm_model
 
         return create_timm_model(name.removeprefix("timm/"), **fields)
+
     match = re.fullmatch(rf"vit_({'|'.join(PRESETS)})([1-9]\d*)", name)
     if match is None:
         usual_names = [f"vit_{size}{patch}" for patch in (16, 14, 32, 8) for size in PRESETS]
@@ -93,7 +95,9 @@ def create_model(
 class Attention(nn.Module):
     """Multi-head self-attention (appendix A): (B, N, D) -> (B, N, D).
 
-    qk_norm: whether to normalize queries and keys. rope_type: the type of rotary embedding.
+    Args:
+        qk_norm: Whether to normalize queries and keys.
+        rope_type: The type of rotary embedding.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Attention(nn.Module):
         # timm. In any other order, timm's weights would load but give wrong results.
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
+
         q = self.q_norm(q)
         k = self.k_norm(k)
         if rope is not None and self.rope_type is not None:
@@ -212,7 +217,7 @@ class VisionTransformer(ImageModel):
     Args: see `ModelConfig` in vit/config/model_section.py, which documents every argument.
 
     Raises:
-        ValueError: arguments contradict each other. The message suggests valid values.
+        ValueError: Arguments contradict each other. The message suggests valid values.
     """
 
     pos_embed: Tensor | None
@@ -267,12 +272,14 @@ class VisionTransformer(ImageModel):
         self.num_classes = num_classes
         self.embed_dim = embed_dim
         self.depth = depth
+
         num_summaries = int(class_token) + int(dist_token)
         self.num_prefix_tokens = num_summaries + reg_tokens
         self.no_embed_class = no_embed_class
         self.global_pool = global_pool
         self.weight_init = weight_init
         self.init_head_bias = init_head_bias
+
         norm: NormOf = partial(create_norm, norm_layer)
         head_dim = head_dim or embed_dim // num_heads
         mlp_drop = proj_drop_rate if mlp_drop_rate is None else mlp_drop_rate
@@ -280,6 +287,7 @@ class VisionTransformer(ImageModel):
         patch_embed = NormedPatchEmbed if dual_patch_norm else PatchEmbed
         self.patch_embed = patch_embed(self.patch_size, in_chans, embed_dim)
         self._create_tokens(class_token, dist_token, reg_tokens, pos_embed)
+
         rope = partial(RotaryEmbedding, rope_temperature, rope_reg_temperature, ref_feat_shape)
         prefix = (num_summaries, reg_tokens)
         self.rope = rope(rope_type, self.grid_size, head_dim, *prefix) if rope_type else None
@@ -305,6 +313,7 @@ class VisionTransformer(ImageModel):
         dim = self.embed_dim
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None
+
         # The class token has a position embedding, because timm's weights contain one. DeiT III
         # omits the embedding (`no_embed_class`), because the token is learned anyway.
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
@@ -331,11 +340,13 @@ class VisionTransformer(ImageModel):
         # timm's "avg" with fc_norm=False.
         pools_first = self.global_pool == "avg"
         self.norm = nn.Identity() if pools_first else norm(dim)
+
         pool = partial(AttentionPool, dim, num_heads)
         has_query = self.global_pool == "map"
         mlp = partial(Mlp, approximate="tanh" if mlp_layer == "mlp_tanh" else "none")
         self.attn_pool = pool(mlp(dim, int(dim * mlp_ratio), 0.0), norm) if has_query else None
         self.fc_norm = norm(dim) if pools_first else nn.Identity()
+
         self.pre_logits: nn.Module = nn.Identity()
         if representation_size is not None:
             dense = nn.Linear(dim, representation_size)
@@ -368,6 +379,7 @@ class VisionTransformer(ImageModel):
         other = self.other_sizes.find(images)
         if other is None:
             check_images(images, self.in_chans, self.image_size)
+
         x = self.pos_drop(self.add_tokens(self.patch_embed(images), other))
         rope = self.rope if other is None else other.rope
         table = None if rope is None else rope.table
@@ -389,9 +401,11 @@ class VisionTransformer(ImageModel):
             x = x.to(weight_dtype(self.patch_embed, self))
         elif self.no_embed_class:
             x = x + positions
+
         # z_0 = [x_class; x_p^1 E; ...; x_p^hw E] + E_pos (equation 1)
         prefix = (self.cls_token, self.dist_token, self.reg_token)
-        if tokens := [token for token in prefix if token is not None]:
+        tokens = [token for token in prefix if token is not None]
+        if tokens:
             x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in tokens), x], dim=1)
         return x if positions is None or self.no_embed_class else x + positions
 
@@ -406,6 +420,7 @@ class VisionTransformer(ImageModel):
             x = self.attn_pool(tokens[:, self.num_prefix_tokens :])
         else:
             x = tokens[:, self.num_prefix_tokens :].mean(dim=1)
+
         # Disable autocast: bf16 has only 8 significant bits, so the two largest of 1,000 logits
         # would be equal for one image in 400, and argmax would choose the lower class number. The
         # head performs less than a thousandth of all operations.
@@ -440,6 +455,7 @@ class VisionTransformer(ImageModel):
                 getattr(module, "reset_parameters", lambda: None)()
             if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
         lecun_normal_(self.patch_embed.proj.weight)
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
@@ -451,6 +467,7 @@ class VisionTransformer(ImageModel):
         for token in (self.reg_token, self.dist_token):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
+
         heads = [head for head in (self.head, self.head_dist) if isinstance(head, nn.Linear)]
         for head in heads:
             nn.init.zeros_(head.weight)

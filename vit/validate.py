@@ -37,10 +37,12 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
         monitor.stop = True
         return set()
     _record_results(run, results)
+
     state.evaluated_step = state.step
     best_by = run.config.eval.best_by
     choosing = [result.accuracy for result in results[best_by].values()]
     is_best = state.take_best(best_by, *((each.top1, each.loss) for each in choosing))
+
     with run.world.fail_together():
         if run.world.is_main:
             # Save the predictions of the EMA if it exists, because users usually take the EMA
@@ -89,13 +91,16 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
         prefix = "" if set_name == VAL else f"{set_name}/"
         for name, result in by_model.items():
             suffix = "" if name == "model" else f"_{name}"
-            metrics = result.accuracy.to_dict()
-            values |= {prefix + key + suffix: value for key, value in metrics.items()}
+            numbers = result.accuracy.to_dict().items()
+            values |= {prefix + key + suffix: number for key, number in numbers}
+
     lines = []
     for hook in run.hooks:
         added, line = hook.evaluated(step, values)
         values |= added
-        lines += [line] if line else []
+        if line:
+            lines.append(line)
+
     times = [evaluator.took for evaluator in run.evaluators if evaluator.took is not None]
     seconds = sum(took.seconds for took in times)
     run.record.write(
@@ -106,16 +111,19 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
         seconds=seconds,
         data_wait_s=sum(took.data_wait_s for took in times),
     )
-    for scored in [scored for evaluator in run.evaluators for scored in evaluator.sets]:
-        parts = [
-            f"{'' if name == 'model' else name + ' '}{result.accuracy}"
-            for name, result in results[scored.name].items()
-        ]
-        set_text = "" if scored.name == VAL else f"{scored.name}: "
-        run.record.log(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
-        if scored.name == VAL:
-            for line in lines:
-                run.record.log(line)
+
+    for evaluator in run.evaluators:
+        for scored in evaluator.sets:
+            parts = [
+                f"{'' if name == 'model' else name + ' '}{result.accuracy}"
+                for name, result in results[scored.name].items()
+            ]
+            set_text = "" if scored.name == VAL else f"{scored.name}: "
+            run.record.log(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
+            if scored.name == VAL:
+                for line in lines:
+                    run.record.log(line)
+
     if step == run.plan.total_steps:
         best = max(result.accuracy.top1 for result in results[VAL].values())
         if note := _constant_note(run.evaluators[0].split, best):
@@ -129,6 +137,7 @@ def _constant_note(split: Split, top1: float) -> str:
     share = 100 * counts.max() / split.num_samples
     if top1 > share + 1e-9:
         return ""
+
     name = split.class_names[counts.argmax()] if split.class_names else counts.argmax()
     return (
         f"note: {top1:.2f} % top-1 is not more than the {share:.2f} % of always answering the"

@@ -55,6 +55,7 @@ class GuardHook(Hook):
         settings = self._settings
         if settings.on_spike == "none":
             return None
+
         losses = [
             loss
             for number, loss in self._run.state.recent
@@ -85,18 +86,23 @@ class GuardHook(Hook):
             if math.isfinite(values.loss) and math.isfinite(values.grad_norm):
                 state.recent.append([step, values.loss])
             del state.recent[: -self._settings.window_steps - 1]
+
         if not values.verdict:
             state.updates_skipped_in_a_row = 0
             return None
+
         state.updates_skipped += 1
         state.updates_skipped_in_a_row += 1
         not_finite = bool(values.verdict & NON_FINITE)
         details: dict[str, Any] = {"loss": values.loss, "grad_norm": values.grad_norm}
+
         # In fp16, the loss scale grows until gradients overflow, which is not a fault of the batch.
-        if not_finite and self._scales_loss and math.isfinite(values.loss):
+        is_overflow = not_finite and self._scales_loss and math.isfinite(values.loss)
+        if is_overflow:
             reason = "fp16 overflow, update skipped"
             self._run.record.write("fault", step + 1, reason=reason, action="skip", **details)
             return self._too_many(step, values)
+
         key = "on_nonfinite" if not_finite else "on_spike"
         action = getattr(self._settings, key)
         reason = "gradient not finite" if not_finite else "loss above the limit"
@@ -109,6 +115,7 @@ class GuardHook(Hook):
             f"step {step + 1}: {reason}, {DONE[action]} ({numbers});"
             f" {self._replay(step)} shows this batch"
         )
+
         if action == "skip":
             return self._too_many(step, values)
         return ValueError(
@@ -121,6 +128,7 @@ class GuardHook(Hook):
         count = self._run.state.updates_skipped_in_a_row
         if count < self._settings.max_skips:
             return None
+
         problem = f"{count} updates in a row were skipped, the last because of a spike"
         remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
         if values.verdict & NON_FINITE:
@@ -128,10 +136,11 @@ class GuardHook(Hook):
             remedy = "Lower optim.lr or lengthen the warm-up"
             if self._scales_loss:
                 remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
-        setting = f"guard.max_skips={self._settings.max_skips}"
+
         return ValueError(
-            f"step {step + 1}: {problem} (loss {values.loss:.4g}; {setting}): training has"
-            f" diverged. {remedy}; the last checkpoint was saved before this step"
+            f"step {step + 1}: {problem} (loss {values.loss:.4g};"
+            f" guard.max_skips={self._settings.max_skips}): training has diverged. {remedy}; the"
+            " last checkpoint was saved before this step"
         )
 
     def _replay(self, step: int) -> str:
@@ -143,6 +152,7 @@ class GuardHook(Hook):
         batches = self._run.batches
         if not batches.exact:
             return []
+
         # Ranks may have different numbers of rows (`train.exact_over_ranks`), so sum the rows over
         # the ranks instead of gathering them.
         first = batches.first_row
@@ -152,9 +162,11 @@ class GuardHook(Hook):
         batch_losses = self._run.world.sum_(losses).cpu().numpy()
         if not self._run.record.is_main:
             return []
+
         by_loss = np.argsort(-np.nan_to_num(batch_losses, nan=np.inf), kind="stable")
         largest = by_loss[:NAMED_SAMPLES]
         samples = batches.order.rows(step, 0, len(batch_losses))[largest]
+
         named = []
         # Keys are read from the shards. If reading fails, the run continues without the keys.
         with suppress(ShardError):

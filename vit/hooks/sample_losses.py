@@ -127,6 +127,7 @@ class SampleLosses:
                 with replacing(path) as file:
                     # Allocate the full length, so that later writes need no more disk space.
                     np.save(file, np.full(shape, np.nan, np.float16))
+
             content = np.ascontiguousarray(values).tobytes()
             begin = path.stat().st_size - 2 * int(np.prod(shape)) + 4 * shape[2] * first
             with path.open("r+b") as file:
@@ -158,8 +159,8 @@ def epoch_files(run_dir: Path) -> dict[int, Path]:
     """Return the files of a run in ascending order, keyed by epoch, counted from 1."""
     paths = {}
     for path in (run_dir / SAMPLES_FOLDER).glob("epoch_*.npy"):
-        if name := re.fullmatch(r"epoch_(\d+)\.npy", path.name):
-            paths[int(name[1])] = path
+        if match := re.fullmatch(r"epoch_(\d+)\.npy", path.name):
+            paths[int(match[1])] = path
     return dict(sorted(paths.items()))
 
 

@@ -44,17 +44,21 @@ def wandb_mode(setting: str) -> str:
     variable = os.environ.get("WANDB_MODE", "")
     if setting == "off" or variable == "disabled":
         return "off"
-    if setting == "offline" or (setting == "auto" and variable in ("offline", "dryrun")):
+    if setting == "auto" and variable in ("offline", "dryrun"):
         return "offline"
-    return "online"
+    return "offline" if setting == "offline" else "online"
 
 
 class Record:
     """Writes and displays metrics.jsonl on rank 0. On other ranks, calls do nothing.
 
-    total_steps, first_step: shown in the progress line. lock: the lock of the run folder, which is
-    acquired if it is not held yet, and released by `close`. Lines are printed on stderr, because
-    stdout is for the result of a command.
+    Lines are printed on stderr, because stdout is for the result of a command.
+
+    Args:
+        total_steps: The number of steps to show in the progress line.
+        first_step: The step at which the progress line begins.
+        lock: The lock of the run folder, which is acquired if it is not held yet, and released by
+            `close`.
     """
 
     def __init__(
@@ -74,15 +78,18 @@ class Record:
         self._outcome = ""
         if not is_main:
             return
+
         self._run_dir = run_dir
         self._config = config
         self._printed_at = time.monotonic()
         self._began_s = time.time()
         self._began_at = steady_s()
+
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.lock = lock or RunLock(run_dir)
         self.lock.acquire()
         self._file = _open_to_append(run_dir / METRICS_FILE)
+
         if self._console.is_terminal:
             self._live = Progress(
                 BarColumn(24),
@@ -116,12 +123,14 @@ class Record:
             return
         for key, value in values.items():
             values[key] = shown_values(_finite(value))
+
         # With a steady clock, differences remain correct if the system clock is changed.
         time_s = self._began_s + steady_s() - self._began_at
         line = {"kind": kind, "step": step, "time": round(time_s, 3), **values}
         self._append(json.dumps(line) + "\n")
         self._step = step
         self._outcome = values.get("outcome", self._outcome)
+
         numbers = numbers_of(line)
         for logger in self._loggers:
             logger.send(step, line["time"], numbers)
@@ -155,6 +164,7 @@ class Record:
                 return
         if not self.lock.is_in_place():
             return  # the folder is gone or belongs to another run, so the next save raises an error
+
         self._file.seek(0)
         with replacing(path) as file:
             file.write(self._file.read().encode())
@@ -212,6 +222,7 @@ class Record:
         limits."""
         if not self.is_main:
             return
+
         if self._live is not None:
             self._live.stop()
         self._file.close()
@@ -255,9 +266,11 @@ def provenance() -> dict[str, str]:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         git = ""
+
     host = f"{platform.machine()}, {os.cpu_count()} CPUs"
     if torch.cuda.is_available():
         host += f", {torch.cuda.get_device_name()}"
+
     return {
         # Masked before quotes are added, which could hide the end of a secret.
         "command": shlex.join(map(shown, [os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
@@ -280,6 +293,7 @@ def code_sha256(skipped: tuple[str, ...] = ("extras", "launch")) -> str:
         name = path.relative_to(package)
         if name.parts[0] not in skipped:
             digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+
     return digest.hexdigest()[:12]
 
 

@@ -55,20 +55,18 @@ def freeze(model: nn.Module, part: str | int) -> None:
             raise ValueError(f"init.freeze={part}: the model has {has} backbone")
         later = (f"blocks.{number}." for number in range(part, depth))
         trained = (*trained, *BEHIND_THE_BLOCKS, *later)
+
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
-    changing = [
-        name
-        for prefix, module in frozen_parts(model)
-        for name, inner in module.named_modules(prefix=prefix)
-        if isinstance(inner, _BatchNorm) and inner.track_running_stats
-    ]
-    if changing:
-        raise ValueError(
-            f"init.freeze={part}: {changing[0]} is a batch norm layer, whose statistics would"
-            " change even though its weights are frozen: set none, or use a model without batch"
-            " norm"
-        )
+
+    for prefix, frozen in frozen_parts(model):
+        for name, module in frozen.named_modules(prefix=prefix):
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                raise ValueError(
+                    f"init.freeze={part}: {name} is a batch norm layer, whose statistics would"
+                    " change even though its weights are frozen: set none, or use a model without"
+                    " batch norm"
+                )
 
 
 def frozen_parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -33,9 +33,11 @@ def flops_per_image(
     """Return the forward FLOPs of one image in matrix products and convolutions.
 
     A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
-    training_batch_size: if given, count a training micro-batch of this size, in which drop path may
-    skip branches, and return the mean per image. image_size: (height, width) in pixels, or None for
-    the model's own.
+
+    Args:
+        training_batch_size: If given, count a training micro-batch of this size, in which drop path
+            may skip branches, and return the mean per image.
+        image_size: (height, width) in pixels, or None for the model's own.
     """
     return _flops(flops_by_operator(model, training_batch_size, image_size)["Global"])
 
@@ -49,6 +51,7 @@ def frozen_flops_per_image(
     parts = [name for name, _ in frozen_parts(model)]
     if not parts:
         return 0
+
     flops = flops_by_operator(model, training_batch_size, image_size)
     # FlopCounterMode prefixes each name with the model's class name.
     return sum(_flops(flops.get(f"{type(model).__name__}.{part}", {})) for part in parts)
@@ -74,16 +77,17 @@ def flops_by_operator(
     batch_size = 1 if training_batch_size is None else max(training_batch_size, 2)
     size = image_size or model.image_size
     images = torch.empty(batch_size, model.in_chans, *size, device="meta")
+
     modes = {module: module.training for module in model.modules()}
     model.train(training_batch_size is not None)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         torch.func.functional_call(model, weights, (images,))
     for module, mode in modes.items():
         module.training = mode
-    counts = counter.get_flop_counts()
+
     return {
         name: {operator: flops / batch_size for operator, flops in by_operator.items()}
-        for name, by_operator in counts.items()
+        for name, by_operator in counter.get_flop_counts().items()
     }
 
 
@@ -117,7 +121,14 @@ def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
     return [
         module.register_forward_hook(partial(report, name))
         for name, module in model.named_modules()
-        if name
+        if _is_shown(name, module)
+    ]
+
+
+def _is_shown(name: str, module: nn.Module) -> bool:
+    """Return whether a module is a stage or a part of the first block, and computes something."""
+    return (
+        name != ""
         and ("." not in name or name.startswith("blocks.0."))
         and not isinstance(module, (nn.Identity, nn.Dropout, DropPaths, PatchDropout))
-    ]
+    )

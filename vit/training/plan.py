@@ -84,9 +84,11 @@ def divide_batch(
     """
     if is_exact:
         return _divide_into_leaves(data, augment, world_size)
+
     batch = data.global_batch_size
     group = augment.mix_group_size
     unit = group if mixes(augment) else 1
+
     if batch % (world_size * unit):
         step = world_size * unit
         near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
@@ -102,6 +104,7 @@ def divide_batch(
             f"data.global_batch_size={batch} is not a multiple of {needs}: use"
             f" {' or '.join(map(str, near))}{other}"
         )
+
     share = batch // world_size
     ceiling = data.micro_batch_size or share
     sizes = micro_batch_sizes(augment, share)
@@ -128,6 +131,7 @@ def _divide_into_leaves(
     batch = data.global_batch_size
     sizes = micro_batch_sizes(augment, batch)
     fitting = [size for size in sizes if batch // size >= world_size]
+
     if not sizes:
         groups = [size for size in _group_sizes(augment, batch) if batch // size >= world_size]
         raise ValueError(
@@ -140,6 +144,7 @@ def _divide_into_leaves(
             f"data.global_batch_size={batch} has at most {batch // sizes[0]} micro-batches for"
             f" {world_size} ranks: use fewer ranks"
         )
+
     limit = data.micro_batch_size
     if limit is None:
         raise ValueError(
@@ -147,6 +152,7 @@ def _divide_into_leaves(
             f" ranks: for world size {world_size}, set one of {fitting}, or a smaller one for more"
             " ranks"
         )
+
     micro = max((size for size in sizes if size <= limit), default=0)
     if micro not in fitting:
         problem = "is smaller than a group of images that are mixed"
@@ -168,6 +174,7 @@ def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = (
     data = config.data
     augment = config.augment
     settings = config.order
+
     make = partial(
         make_order,
         num_samples,
@@ -181,6 +188,7 @@ def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = (
     order = make(num_lanes=settings.num_lanes)
     if not mixes(augment) or not _copies_mix(order, augment):
         return order
+
     choices = possible_lanes(
         data.global_batch_size, settings.aug_repeats, settings.aug_repeats_form
     )
@@ -190,6 +198,7 @@ def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = (
         if lanes
         else "choose a larger batch, or another"
     )
+
     raise ValueError(
         f"order.aug_repeats={settings.aug_repeats}: with order.num_lanes={order.num_lanes} copies"
         f" of an image would mix with each other in groups of {augment.mix_group_size}: {remedy}"
@@ -230,10 +239,8 @@ def make_plan(
     shares: as in `Order`. Raises ValueError, listing sizes that work, if the batch cannot be
     divided evenly.
     """
-    data = config.data
-    augment = config.augment
     micro_batch_size, accumulation_steps = divide_batch(
-        data, augment, world_size, config.train.exact_over_ranks
+        config.data, config.augment, world_size, config.train.exact_over_ranks
     )
     order = create_order(config, num_samples, shares)
 
@@ -246,7 +253,7 @@ def make_plan(
     schedule = config.schedule
     plan = Plan(
         world_size=world_size,
-        global_batch_size=data.global_batch_size,
+        global_batch_size=config.data.global_batch_size,
         micro_batch_size=micro_batch_size,
         accumulation_steps=accumulation_steps,
         steps_per_epoch=order.steps_per_epoch,
@@ -259,6 +266,7 @@ def make_plan(
         decay_steps=max(round(schedule.decay_fraction * total), 1) if schedule.name == "wsd" else 0,
         cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
     )
+
     _check_guard(config.guard, total)
     late = [
         stage.until_epoch
@@ -271,6 +279,7 @@ def make_plan(
             f" {late[0] * plan.steps_per_epoch:,}, but the run ends at step {total:,} with"
             " model.image_size: end this stage earlier, or lengthen the run"
         )
+
     parts = {
         "warm-up": plan.warmup_steps,
         "decay": plan.decay_steps,
@@ -283,6 +292,7 @@ def make_plan(
             f"the parts of the schedule ({listed} steps) exceed the {total:,} steps of the run:"
             " shorten them, or lengthen the run"
         )
+
     return plan, order
 
 
@@ -306,6 +316,7 @@ def rates(
         cooldown_steps=plan.cooldown_steps,
         interval_steps=plan.steps_per_epoch if schedule.interval == "epoch" else 1,
     )
+
     if schedule.final_weight_decay is None:
         return learning_rate, lambda step: None
     return learning_rate, partial(

@@ -100,17 +100,20 @@ def open_data(config: Config, world: World, reader: TrainReader) -> RunData:
     val_split = open_split(config, config.data.val_split, world)
     splits = reader.open_splits(config, world)
     train_set = reader.choose(config, splits, val_split, world, config.model.num_classes)
+
     split = train_set.split
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config.model, config.data, split, val_split)
         weights = choose_class_weights(config.loss, train_set, num_classes)
+
     namings = {"": split.class_names} if split.class_names else {}
     sets = open_sets(config, val_split, ModelClasses(num_classes, namings), world)
+
     with world.fail_together():
         image_format = ImageFormat.from_config(config.model, config.data)
         train_format = ImageFormat.from_config(config.model, config.data, config.schedule)
-        place = {"rank": world.rank, "world_size": world.size}
+
         batches = reader.create_batches(
             config,
             train_set,
@@ -121,9 +124,17 @@ def open_data(config: Config, world: World, reader: TrainReader) -> RunData:
             num_batches=plan.total_steps,
         )
         eval_batches = [
-            EvalBatches(group[0].split, image_format, config.eval, config.eval.batch_size, **place)
+            EvalBatches(
+                group[0].split,
+                image_format,
+                config.eval,
+                config.eval.batch_size,
+                rank=world.rank,
+                world_size=world.size,
+            )
             for group in sets
         ]
+
     # `check_same` raises an error if hosts see different data.
     facts = {
         "num_samples": split.num_samples,
@@ -134,6 +145,7 @@ def open_data(config: Config, world: World, reader: TrainReader) -> RunData:
     world.check_same(lambda: train_set.identity, "chosen samples")
     if train_set.identity:
         facts["chosen"] = train_set.identity
+
     return RunData(
         plan=plan,
         train_set=train_set,

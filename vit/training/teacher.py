@@ -65,9 +65,9 @@ class Teacher:
     """A trained model and the loss against its logits.
 
     Args:
-        model: the teacher's model, on the student's device.
-        own: the settings that the teacher was trained with.
-        student: the settings of the run.
+        model: The teacher's model, on the student's device.
+        own: The settings that the teacher was trained with.
+        student: The settings of the run.
         identity: None for an untrained model that is only used to count FLOPs or measure time.
     """
 
@@ -101,8 +101,10 @@ class Teacher:
     def blend(self, task_losses: Tensor, logits: Tensor, answers: Tensor) -> Tensor:
         """Return the loss of each image, (B,) float32.
 
-        task_losses: (B,), the losses against the labels. logits: (B, classes) of the head that
-        learns from the teacher. answers: (B, classes), the result of `__call__`.
+        Args:
+            task_losses: The losses against the labels, (B,).
+            logits: The logits of the head that learns from the teacher, (B, classes).
+            answers: The result of `__call__`, (B, classes).
         """
         config = self.config
         if config.distill_type == "hard":
@@ -122,12 +124,14 @@ class Teacher:
             "gflop_per_image": round(flops_per_image(self.model) / 1e9, 4),
             "precision": self.precision,
         }
+
         step = "" if identity.step is None else f" (step {identity.step:,})"
         size = "x".join(map(str, identity.image_size))
         cost = _cost(self.model, identity.model, size, self.precision)
         kind = "hard"
         if self.config.distill_type == "soft":
             kind = f"soft at temperature {self.config.temperature:g}"
+
         lines = (
             f"teacher: {identity.path}{step}: {cost}, not counted in MFU; {kind}; sha256"
             f" {identity.sha256[:SHOWN_DIGITS]}",
@@ -142,7 +146,9 @@ def _renormalization(
     """Return (shift, scale), each (C, 1, 1), from the student's normalization to the teacher's, or
     None if both are equal.
 
-    data: the settings of the inputs. own: the settings of the teacher.
+    Args:
+        data: The settings of the inputs.
+        own: The settings of the teacher.
     """
     settings = (data.mean, data.std, own.mean, own.std)
     channels = max(map(len, settings))
@@ -151,6 +157,7 @@ def _renormalization(
     )
     if (mean, std) == (own_mean, own_std):
         return None
+
     rows = zip(mean, std, own_mean, own_std, strict=True)
     values = [((m - own_m) / own_s, s / own_s) for m, s, own_m, own_s in rows]
     shift, scale = torch.tensor(values, device=device).T.reshape(2, channels, 1, 1)
@@ -186,6 +193,7 @@ class Distilled(Objective):
         self._mark_teacher()
         answers = self.teacher(inputs)
         outputs = forward(inputs)
+
         # If the model has a second head, only that head learns from the teacher.
         logits, learning = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         losses = self.teacher.blend(self.loss(logits, targets), learning, answers)
@@ -229,6 +237,7 @@ def load_teacher(
             notes = load_weights(model, loaded.weights, loaded.grid_size)
         except WeightsError as error:
             raise WeightsError(f"distill.teacher: {loaded.path}: {error}") from None
+
     identity = Identity(
         path=str(loaded.path),
         model=own.model.name,
@@ -310,6 +319,7 @@ def _read(distill: DistillConfig) -> LoadedWeights:
             raise ValueError("its run stores the model: set distill.teacher_model=null")
     except ValueError as error:
         raise ValueError(f"distill.teacher: {_in_our_words(error)}") from None
+
     return loaded
 
 
@@ -332,16 +342,18 @@ def _with_classes(
         namings = namings_of(loaded, own_classes) if class_names else {}
     except WeightsError:  # published weights whose names only timm knows
         namings = {}
+
     lacking = {
         naming: [name for name in class_names if name not in names]
         for naming, names in namings.items()
     }
     whose = min(namings, key=lambda naming: len(lacking[naming]), default="")
-    is_guess = bool(whose)
     if namings and not lacking[whose]:
         same = list(namings[whose]) == list(class_names)
         return loaded if same else select_classes(loaded, class_names)
-    if namings and not (is_guess and own_classes == num_classes):
+
+    is_guess_of_same_size = bool(whose) and own_classes == num_classes
+    if namings and not is_guess_of_same_size:
         own_names = few(namings[whose])
         raise ValueError(
             f"distill.teacher: {loaded.path} lacks {len(lacking[whose])} of the data's"
@@ -354,5 +366,6 @@ def _with_classes(
             f" {num_classes}, and there are no class names to match: use a teacher trained on the"
             " data's classes"
         )
+
     note = "its classes are matched to the data's by number, because their names do not match"
     return replace(loaded, notes=(*loaded.notes, note))
