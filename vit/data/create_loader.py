@@ -77,32 +77,34 @@ def create_loader(
     """Create a loader of the training batches of `split`.
 
     Args:
-        split: the return value of `vit.open_split`.
-        global_batch_size: number of images in one step, summed over all ranks.
-        image_size: input size of the model in pixels, one number or (height, width).
-        epochs: number of epochs; each has `split.num_samples // global_batch_size` steps.
-        start: first step. To resume, pass the next step; the loader has no other state.
-        seed: seed of the sample order and of all random numbers.
-        augment: settings of the config section `augment`, such as `{"mixup_alpha": 0.2}`; by
+        split: The return value of `vit.open_split`.
+        global_batch_size: The number of images in one step, summed over all ranks.
+        image_size: The input size of the model in pixels, one number or (height, width).
+        epochs: The number of epochs; each has `split.num_samples // global_batch_size` steps.
+        start: The first step. To resume, pass the next step; the loader has no other state.
+        seed: The seed of the sample order and of all random numbers.
+        augment: Settings of the config section `augment`, such as `{"mixup_alpha": 0.2}`; by
             default images are only cropped at random and flipped.
-        mean, std: one value per channel (one for gray images), for images scaled to [0, 1].
+        mean, std: One value per channel (one for gray images), for images scaled to [0, 1].
         interpolation: `bicubic` or `bilinear`, antialiased.
-        rank, world_size: rank of this process and number of ranks; by default those of
+        rank, world_size: The rank of this process and the number of ranks; by default those of
             `torch.distributed` if it is initialized, else 0 and 1.
-        num_workers: number of decoding processes for this rank; 0 decodes in this process.
-        device: device of the batches; copies to a GPU overlap with the previous step.
+        num_workers: The number of decoding processes for this rank; 0 decodes in this process.
+        device: The device of the batches; copies to a GPU overlap with the previous step.
 
     Raises:
-        ValueError: the settings contradict each other, or the batch is not divisible by the ranks.
-        ShardError: an image cannot be read or decoded; raised when its batch is requested.
+        ValueError: The settings contradict each other, or the batch is not divisible by the ranks.
+        ShardError: An image cannot be read or decoded; raised when its batch is requested.
     """
     device = torch.device(device)
     # Build a complete config, so that its checks reject settings that have no effect.
     values = {"data": {"root": "."}, "train": {"epochs": epochs}, "augment": dict(augment or {})}
     recipe = from_dict(values, "create_loader").augment
+
     if rank is None or world_size is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
+
     order = make_order(split.num_samples, global_batch_size, seed)
     unit = world_size * row_unit(recipe, order)
     if global_batch_size % unit:
@@ -111,6 +113,7 @@ def create_loader(
             " ranks times the size of a mixing group: choose"
             f" {max(global_batch_size // unit, 1) * unit}"
         )
+
     rank_batch_size = global_batch_size // world_size
     batches = TrainBatches(
         split,
@@ -120,6 +123,7 @@ def create_loader(
         rows=range(rank * rank_batch_size, (rank + 1) * rank_batch_size),
         num_batches=epochs * order.steps_per_epoch,
     )
+
     on_device = Augment(recipe, split.num_classes, mean, std, device)
     loader = Loader(
         batches,

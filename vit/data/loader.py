@@ -94,12 +94,14 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._positions = range(start, stop)
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)
+
         # Allocate the slots before the workers start, because workers inherit this memory.
         self._slots = Slots(self.ring, num_workers)
         self._slot_of: dict[int, int] = {}
         """The slot of each position whose parts were sent to the workers."""
         self._done: defaultdict[int, list[WorkerResult]] = defaultdict(list)
         """The results of the finished parts at each position."""
+
         self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
             # Open files before the fork, so that workers inherit them. Otherwise, each worker would
@@ -109,6 +111,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s, niceness)
         else:
             self._pool = OwnProcess(batches, self._slots, stall_timeout_s)
+
         self._to_device: Callable[[Batch], Batch] | None = on_device
         self._to_gpu: ToGpu | None = None
         if on_gpu and device is not None:
@@ -127,6 +130,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         waited_s = time.perf_counter() - began_s
         # The monitor reads each step's tuple one step later, so create a new one.
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
+
         # Start batches before the training step, so that workers fill free slots during the step.
         self._start_batches()
         return batch if self._to_device is None else self._to_device(batch)
@@ -176,6 +180,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     def _receive(self, position: int) -> Batch:
         # Process earlier results first, so that this work does not count as waiting.
         self._note(self._pool.results(wait=False))
+
         # Measure the wait for the whole batch. Measuring it per part would hide a long wait if
         # parts arrive slowly.
         self._pool.watch.begin()
@@ -185,6 +190,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             # since then.
             self._start_batches()
             self._note(self._pool.results(wait=True))
+
         slot = self._slot_of.pop(position)
         # Sort by row, so that the raised error and the order of bad keys do not depend on the speed
         # of workers.
@@ -195,6 +201,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
                 # continue with the next batch.
                 self._slots.free.append(slot)
                 raise result.error
+
         bad_keys = tuple(key for result in results for key in result.bad_keys)
         batch = self._slots.lend(slot, self._batches.layout_at(position))
         return replace(batch, bad_keys=bad_keys)

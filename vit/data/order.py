@@ -76,6 +76,7 @@ class _EpochBlocks:
         self.block = block
         self.num_blocks = math.ceil(num_samples / block)
         self.short_length = num_samples - (self.num_blocks - 1) * block
+
         # The last element of each key in this file, 1 to 4, keeps random numbers for different
         # purposes independent. Never change these constants, because older runs would then resume
         # with different batches.
@@ -92,6 +93,7 @@ class _EpochBlocks:
         inside = spread % self.block
         if self.num_blocks == 1:
             return inside
+
         # The permutation is only defined on [0, n), so clip positions inside the short block. The
         # next line replaces their result.
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
@@ -136,6 +138,7 @@ class Share:
         else:
             passes, inside = np.divmod(draws + shuffle * self.num_draws, self.num_samples)
             places = np.empty_like(draws)
+
             # Count from the first pass that this shuffle uses, even if that pass began in an
             # earlier shuffle. Augmentation keys contain the epoch, so only repeats within a shuffle
             # could get equal keys.
@@ -144,6 +147,7 @@ class Share:
             for number in np.unique(passes).tolist():
                 in_pass = passes == number
                 places[in_pass] = self._place(inside[in_pass], number, block, key)
+
         if self.chosen is not None:
             # `chosen` has the narrowest possible dtype, and adding `first` could overflow, so cast
             # first.
@@ -167,9 +171,11 @@ class Share:
         lead = min(-number * self.num_samples % block, self.num_samples)
         between = (self.num_samples - lead) // block
         permutation = Permutation(max(num_full, 1), fold(key, number))
+
         slot, offset = np.divmod(inside - lead, block)
         rest = np.where(inside < lead, inside, inside - between * block)
         is_full = (inside >= lead) & (slot < between)
+
         full = permutation(np.where(is_full, slot, 0)) * block + offset
         torn = rest
         # Split only the last block of the permutation, so that all others are read as a whole.
@@ -255,6 +261,7 @@ class Order:
         # Each rank computes only the lanes that overlap its own rows.
         first_lane = start // share
         lanes = range(first_lane, math.ceil(stop / share))
+
         in_lane = np.arange(step * share, (step + 1) * share)
         # MixUp and CutMix mix neighboring rows, and copies of one image must not be mixed, so sort
         # by copy. Without a stable sort, the order of equal keys would depend on the numpy version
@@ -262,6 +269,7 @@ class Order:
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
+
         # In the form `sampler`, a batch may start between two copies of one image, so the images
         # are not a function of the step number.
         low, high = int(images.min()), int(images.max()) + 1
@@ -269,6 +277,7 @@ class Order:
         # one call.
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
+
         rows = slice(start - first_lane * share, stop - first_lane * share)
         drawn = samples[:, images - low].ravel()[rows]
         copies = np.tile(copies, len(lanes))[rows]
@@ -305,6 +314,7 @@ class Order:
         """
         if self.block_samples == 1:
             return self.num_samples  # An epoch uses a block of one sample only once.
+
         lanes = min(math.ceil(num_rows / self._lane_share), self.num_lanes)
         images_ahead = batches_ahead * self._lane_share
         blocks_ahead = math.ceil(images_ahead / (self.aug_repeats * self.block_samples))
@@ -319,10 +329,12 @@ class Order:
         # help.
         if self.block_samples == 1:
             return lane * length + np.arange(start, stop)
+
         window = self.window_blocks * self.block_samples
         # Give each lane a different phase. If all lanes started a window at the same batch,
         # training would wait for a burst of disk reads.
         phase = lane * window // self.num_lanes if length > window else 0
+
         out = np.empty(stop - start, dtype=np.int64)
         place = start
         while place < stop:
@@ -368,6 +380,7 @@ def make_order(
             f"order.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images"
             f" per batch, order.aug_repeats from {divisors(g)}, or order.aug_repeats_form=sampler"
         )
+
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
         # Each lane reads from a different location in the data set. More lanes mix a batch better,
@@ -379,6 +392,7 @@ def make_order(
             f"order.num_lanes={num_lanes} does not divide {lanes[-1]}"
             f" (data.global_batch_size={g}, order.aug_repeats={r}): choose one of {lanes}"
         )
+
     return Order(
         num_samples,
         g,
@@ -408,9 +422,11 @@ def shares_of(
     """
     if all(weight is None for weight in weights):
         return list(sizes)
+
     numbers = [weight for weight in weights if weight is not None]
     total = sum(sizes)
     block = block_samples or default_block_samples(total)
+
     # Round shares to whole blocks. A block shared by two sources would need two reads and waste
     # half of two cache blocks.
     draws = [round(weight / sum(numbers) * total / block) * block for weight in numbers]

@@ -49,6 +49,7 @@ def _sources(train_set: TrainSet) -> list[tuple[Split, NDArray[np.integer] | Non
     holes = train_set.changes.holes
     if not len(holes):
         return sources
+
     firsts = first_samples(split.num_samples for split, _ in sources)
     return [
         (
@@ -87,6 +88,7 @@ def _same_checksums(
         nearest = np.minimum(np.searchsorted(trained, keys), len(trained) - 1)
         # Search sorted keys, because np.isin takes 20 times as long.
         is_trained |= trained[nearest] == keys
+
     # A checksum of 0 is unknown, so ignore it.
     is_trained &= keys >> np.uint64(32) != 0
     return is_trained[places]

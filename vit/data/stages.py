@@ -53,6 +53,7 @@ DOING = {
     Stage.RESIZE: "resizing",
     Stage.DRAW: "drawing the augmentation",
 }
+
 COUNTED = ("retries", "cache_hits", "cache_misses", "read_bytes", "fetched_bytes")
 """The counters: repeated requests to a store or file system; samples whose block was cached;
 samples whose block was not cached; bytes of samples read from any source; bytes fetched from a
@@ -60,6 +61,7 @@ store."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
 Tally = dict[str, float]
 """The work of one or more processes, keyed by `TALLIED`: seconds per stage, then counters."""
+
 _CHANGES, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
 _SECONDS = 8
 """The index at which the tally begins, with the seconds in each stage."""

@@ -23,6 +23,7 @@ LOOK_EACH_S = 1.0
 time."""
 MAX_NAMED = 4
 """The maximum number of processes listed in a warning."""
+
 log = logging.getLogger(__name__)
 
 
@@ -70,6 +71,7 @@ class StallWatch:
         self._looked_s = now_s
         self._waited_s += passed_s
         self.idle_s += passed_s
+
         for number, status in enumerate(self._statuses):
             num_changes = status.num_changes
             self.stuck_s[number] += passed_s
@@ -78,6 +80,7 @@ class StallWatch:
             if status.stage == Stage.IDLE or num_changes != self._changes[number]:
                 self.stuck_s[number] = 0.0
             self._changes[number] = num_changes
+
         if self._waited_s >= self._warn_s:
             self._warn_s += self.warn_after_s
             self._warn(name)
@@ -86,6 +89,7 @@ class StallWatch:
         numbers = range(len(self._statuses))
         stuck = [n for n in numbers if self.stuck_s[n] >= 0.9 * self.warn_after_s]
         busy = [n for n in numbers if self._statuses[n].stage != Stage.IDLE]
+
         named = stuck or busy
         activities = "; ".join(f"{name(n)} {self.activity(n)}" for n in named[:MAX_NAMED])
         if not named:
@@ -99,6 +103,7 @@ class StallWatch:
         status = self._statuses[number]
         began_s = time.time() - (time.monotonic() - status.since_s)
         since = time.strftime("%H:%M:%S", time.localtime(began_s))
+
         sample = status.sample
         of_sample = ""
         if sample is not None and status.stage not in (Stage.ORDER, Stage.DRAW):

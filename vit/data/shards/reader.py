@@ -150,8 +150,8 @@ class Storage(Protocol):
         """Return a reader of the shards `filenames` through the cache.
 
         Args:
-            folder: the folder or store that contains the shards.
-            versions: the version of each shard.
+            folder: The folder or store that contains the shards.
+            versions: The version of each shard.
             index: (num_samples,) INDEX_DTYPE.
-            firsts: the first sample of each shard, followed by the number of samples.
+            firsts: The first sample of each shard, followed by the number of samples.
         """

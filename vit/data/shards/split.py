@@ -52,12 +52,15 @@ class Split:
         layout: SampleLayout = DEFAULT_LAYOUT,
         apply_exif: bool = False,
     ):
-        """root: folder or URL. lengths: number of samples in each shard.
+        """Create a split from parts that `open_split` has checked.
 
-        index: (num_samples,) INDEX_DTYPE; an array, or an object that is indexed like one, as
-        in `vit.data.shards.split_slice`.
-        class_names: name of each label, [] if unknown.
-        apply_exif: whether images were rotated upright when the shards were written.
+        Args:
+            root: The folder or URL.
+            lengths: The number of samples in each shard.
+            index: (num_samples,) INDEX_DTYPE; an array, or an object that is indexed like one, as
+                in `vit.data.shards.split_slice`.
+            class_names: The name of each label, [] if unknown.
+            apply_exif: Whether images were rotated upright when the shards were written.
         """
         self.root = root
         self.name = name
@@ -96,6 +99,7 @@ class Split:
         offset = int(row["offset"])
         size = int(row["size"])
         checksum = int(row["crc32c"])
+
         data, problem = self._read_once(i, shard, offset, size, checksum)
         if problem == FLIPPED:
             # The page cache or the block cache may contain a damaged copy, so drop the bytes from
@@ -109,6 +113,7 @@ class Split:
                     self.where(i),
                     offset,
                 )
+
         if problem:
             raise self._error(i, shard, offset, size, problem)
         return data
@@ -133,6 +138,7 @@ class Split:
                 data = block[TAR_BLOCK:]
         except OSError as error:
             return b"", f"failed: {error.strerror}"
+
         if len(data) < size:
             return data, f"returned {len(data)}"
         if member_size(header) != size:
@@ -187,11 +193,13 @@ class Split:
         row = self.index[i]
         shard = self._shard_of(i)
         offset = int(row["offset"])
+
         start = 0
         if i > self._firsts[shard]:
             before = self.index[i - 1]
             end = int(before["offset"]) + int(before["size"])
             start = math.ceil(end / TAR_BLOCK) * TAR_BLOCK
+
         reason = "no tar header"
         try:
             for member in walk(
@@ -204,6 +212,7 @@ class Split:
                     return self.key_in(member.name)
         except TarDamaged as error:
             reason = str(error)
+
         raise ShardError(
             f"{self.where(i)}: no tar header before offset {offset} ({reason}); restore the shard,"
             f" or delete {self.name}.index.npy if the shard was replaced on purpose"

@@ -45,6 +45,7 @@ def parse_name(name: str) -> PartName:
     """
     if not name.endswith("]"):
         return PartName(name, None, 100.0)
+
     match = _NAME.fullmatch(name)
     if match is not None:
         start = float(match["start"] or 0)
@@ -80,11 +81,13 @@ class SplitSlice(Split):
         first, end = _between(start, stop, total)
         if first == end:
             raise ShardError(f"{whole.root} {name!r}: this slice of {total:,} samples is empty")
+
         all_numbers = np.arange(total, dtype=np.min_scalar_type(total))
         keys = fold_numbers(lambda numbers: fold(numbers, _PART), all_numbers)
         self.whole = whole
         self.numbers: NDArray[np.integer] = all_numbers[are_ranked(keys, first, end)]
         """(num_samples,) sample numbers in `whole`, ascending."""
+
         super().__init__(
             whole.root,
             name,
