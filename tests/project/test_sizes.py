@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FUNCTION_STATEMENTS = 55
 """Statements are counted, and not lines, so that blank lines and comments cost nothing."""
 FOLDER_FILES = 20
-LARGER = {"tests/helpers/servers.py:_answer": 71, "vit/data/shards/tar_walk.py:walk": 61}
+LARGER = {"tests/helpers/servers.py:_answer": 71}
 """Maps each `file:function` or folder that exceeds the general limit to its current size."""
 LISTED = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout
 CODE = [

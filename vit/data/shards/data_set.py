@@ -62,9 +62,9 @@ def open_split(
     """Open one split of the data set at `root`. See `vit.data.storage.opening.open_split`.
 
     Args:
-        storage: opens shards at a URL, and the cache.
-        retry: retry limits for shards in a folder.
-        is_checked: skip the checks of index rows and of shards in a folder, because another process
+        storage: Opens shards at a URL, and the cache.
+        retry: The retry limits for shards in a folder.
+        is_checked: Skip the checks of index rows and of shards in a folder, because another process
             on this host has just made them. Otherwise, 4,096 ranks with 1,000 shards would send
             4 million requests to a shared file system.
         versions: `Split.versions` from another process that has just opened the split. Without it,
@@ -104,10 +104,12 @@ def _open_whole(
     else:
         path = storage.fetch_index(folder, split)
         index = _remote_index(folder, path, f"{folder}/{split}.index.npy", described, sizes)
+
     tars: TarReader
     if is_cached:
-        firsts = first_samples(described.lengths)
-        tars = storage.open_tars(folder, described.filenames, found_versions, index, firsts)
+        tars = storage.open_tars(
+            folder, described.filenames, found_versions, index, first_samples(described.lengths)
+        )
     else:
         assert isinstance(folder, Path)
         tars = LocalTars(folder, described.filenames, retry)
@@ -115,7 +117,8 @@ def _open_whole(
     # 3. Check the labels.
     class_names = list(found.info.get("class_names") or [])
     num_classes = len(class_names) or found.info.get("num_classes") or 0
-    if layout.label != NO_LABEL and not (is_checked and num_classes):
+    is_count_known = is_checked and num_classes > 0
+    if layout.label != NO_LABEL and not is_count_known:
         num_classes = _check_labels(index, num_classes, found.shown, split, described)
 
     return Split(
@@ -163,12 +166,14 @@ def _find(root: Path | str, split: str, storage: Storage) -> _Found:
         raise ShardError(
             f"{root}: this address has no host; expected https://host/folder or s3://bucket/folder"
         )
+
     described = describe_split(info, split, shown)
-    shards_url = info.get("shards_at") or url
     is_local = home is not None and (
         not info.get("shards_at") or any((home / name).exists() for name in described.filenames)
     )
-    folder: Path | Store = Path(shown) if is_local else storage.open_store(shards_url)
+    folder: Path | Store = (
+        Path(shown) if is_local else storage.open_store(info.get("shards_at") or url)
+    )
     return _Found(home, shown, info, described, folder)
 
 
@@ -182,6 +187,7 @@ def check_shards(root: Path | str, split: str, storage: Storage) -> tuple[int, i
     folder, described = found.folder, found.described
     versions = _check_shards(folder, described, None)
     sizes = [version.size for version in versions]
+
     if isinstance(folder, Path):
         path = folder / f"{split}.index.npy"
         _, reason = _read_index(path, lambda rows: _why_rebuild(rows, folder, described, sizes))
@@ -191,6 +197,7 @@ def check_shards(root: Path | str, split: str, storage: Storage) -> tuple[int, i
                 f" {sum(sizes) / 1e9:.1f} GB; run `python -m data_prep.index"
                 f" {quote(found.shown)}` to rebuild it now"
             )
+
     return len(sizes), sum(sizes)
 
 
@@ -206,6 +213,7 @@ def _check_shards(
         results = [_local_version(folder / name) for name in names]
     else:
         results = folder.stats(names)
+
     versions = []
     problems = []
     for name, version, expected in zip(names, results, described.sizes, strict=True):
@@ -217,6 +225,7 @@ def _check_shards(
             )
         else:
             versions.append(version)
+
     if problems:
         remedy = "copy it again or repeat the command that wrote it"
         raise ShardError("\n".join(f"{folder}/{problem}; {remedy}" for problem in problems))
@@ -246,6 +255,7 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
     may_write = os.access(root, os.W_OK)
     tars = [root / name for name in described.filenames]
     rows = rows_of_tars(tars, layout, described.lengths, described.sha256, may_write)
+
     try:
         save_index(path, rows)
         return open_index(path)
@@ -267,6 +277,7 @@ def _local_index(
     index, reason = _read_index(path, lambda rows: _why_rebuild(rows, root, described, sizes))
     if index is not None and not reason:
         return index
+
     if sizes is None:  # the first process could not save its index
         sizes = [version.size for version in _check_shards(root, described, None)]
     log.warning(
@@ -303,14 +314,17 @@ def _why_rebuild(
     mismatch = index_mismatch(index, described.lengths, sizes)
     if mismatch or sizes is None:
         return mismatch
+
     tars = [root / name for name in described.filenames]
     replaced = replaced_shards(index, described.lengths, tars)
     if not replaced:
         return ""
+
     # Hashing the whole data set can take minutes, so hash only the first tar.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
         return "outdated (images are at other offsets in their shard)"
+
     message = describe_altered(tars[first])
     if len(replaced) > 1:
         message += f" ({len(replaced) - 1} more shards differ from the index)"
@@ -342,6 +356,7 @@ def _check_labels(
     """
     labels = index["label"]
     num_classes = num_classes or int(labels.max()) + 1
+
     if labels.min() < 0 or labels.max() >= num_classes:
         outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
         first = int(outside[0])
@@ -353,4 +368,5 @@ def _check_labels(
             f" both are right, delete the outdated {split}.index.npy, and the next start rebuilds"
             " it"
         )
+
     return num_classes

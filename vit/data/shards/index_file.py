@@ -70,6 +70,7 @@ def open_index(path: Path) -> np.ndarray:
         raise
     except Exception as error:  # numpy parses the header as Python, which can raise anything
         raise ValueError("truncated, or its header is damaged") from error
+
     is_index = index.dtype == INDEX_DTYPE and index.ndim == 1 and len(index)
     if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
         raise ValueError("in another format, or its header is damaged")
@@ -84,17 +85,20 @@ def unmapped(index: np.ndarray) -> np.ndarray | Path:
 def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int] | None) -> str:
     """Return the reason why an index does not match its shards, or "" if no mismatch is found.
 
-    lengths: number of samples in each shard. sizes: size of each shard in bytes, or None to skip
-    the comparison of sizes.
+    Args:
+        lengths: The number of samples in each shard.
+        sizes: The size of each shard in bytes, or None to skip the comparison of sizes.
     """
     if sizes is None:
         return ""
     if len(index) != sum(lengths):
         return "outdated (its shard lengths differ from _info.json)"
+
     for rows, size in zip(_by_shard(index, lengths), sizes, strict=True):
         starts = rows["offset"]
         if (starts[1:] <= starts[:-1]).any():
             return "outdated (its shard lengths differ from _info.json)"
+
         # The second comparison catches offsets whose sum with the size overflows 64 bits.
         if (starts + rows["size"] > size).any() or (starts > size).any():
             return "outdated (images beyond the end of their shard)"
@@ -149,10 +153,14 @@ def rows_of_tars(
 ) -> list[np.ndarray]:
     """Return the index rows of each tar.
 
-    lengths: number of samples that each tar must contain. sha256: recorded hash of each tar, None
-    if unknown. with_checksums: read all images to compute their checksums and verify each sha256;
-    otherwise read only headers. Raises ShardError in the same cases as `scan_tar`, and for tars
-    that differ from the recorded ones.
+    Args:
+        lengths: The number of samples that each tar must contain.
+        sha256: The recorded hash of each tar, None if unknown.
+        with_checksums: Read all images to compute their checksums and verify each sha256; otherwise
+            read only headers.
+
+    Raises ShardError in the same cases as `scan_tar`, and for tars that differ from the recorded
+    ones.
     """
 
     def read_rows(tar: Path, length: int, expected: str | None) -> tuple[np.ndarray, str]:
@@ -168,6 +176,7 @@ def rows_of_tars(
     results = []
     done_bytes = 0
     all_bytes = sum(tar.stat().st_size for tar in tars if tar.exists())
+
     threads = ThreadPoolExecutor(NUM_READERS)
     try:
         with Meter(f"reading {tars[0].parent}", all_bytes >> 20, "MiB") as meter:
@@ -179,7 +188,9 @@ def rows_of_tars(
     finally:
         # After an error or a signal, do not wait for shards that are still being read.
         threads.shutdown(wait=False, cancel_futures=True)
-    if problems := [problem for _, problem in results if problem]:
+
+    problems = [problem for _, problem in results if problem]
+    if problems:
         raise ShardError("\n".join(problems))
     return [rows for rows, _ in results]
 
@@ -193,6 +204,7 @@ def left_out(tar: Path) -> set[int]:
     sidecar = read_json(path) or {}
     if not is_sidecar(sidecar):  # written by another program
         return set()
+
     check_types(sidecar, SIDECAR, path)
     entries = sidecar.get("quarantined", [])
     return {entry["tar_offset"] for entry in entries if "tar_offset" in entry}

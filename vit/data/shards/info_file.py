@@ -143,9 +143,11 @@ def make_info(
 ) -> dict[str, Any]:
     """Return the content of `_info.json`.
 
-    splits: shard file names of each split, in order. sidecars: maps file names to sidecars.
-    source, options: origin of the data, recorded unchecked.
-    class_names: name of each label, or [] if unknown.
+    Args:
+        splits: The shard file names of each split, in order.
+        sidecars: Maps file names to sidecars.
+        source, options: The origin of the data, recorded unchecked.
+        class_names: The name of each label, or [] if unknown.
     """
     # Equal data sets must give identical files, so keep the order of keys.
     described = {}
@@ -160,6 +162,7 @@ def make_info(
             "shard_sha256": [sidecars[name]["sha256"] for name in names],
             "sidecars_sha256": sidecars_sha256(sidecars[name] for name in names),
         }
+
     info = {
         "format_version": FORMAT_VERSION,
         "source": source,
@@ -206,20 +209,22 @@ def read_info(root: Path | str) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise unreadable(root, error) from error
+
     info = read_json(root / "_info.json")
     if info is not None:
         return check_info(info, root)
+
+    quoted = shlex.quote(str(root))
     if any(name.endswith(".tar") for name in names):
         raise ShardError(
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
-            f" {shlex.quote(str(root))}`, otherwise rerun the command that writes them"
+            f" {quoted}`, otherwise rerun the command that writes them"
         )
     # data_prep refuses to write shards next to the images, so suggest another folder.
-    quoted, out = (shlex.quote(f"{root}{suffix}") for suffix in ("", "_shards"))
-    command = f"python -m data_prep.imagefolder {quoted} --out {out}"
+    out = shlex.quote(f"{root}_shards")
     raise ShardError(
         f"{root}: no _info.json and no shards; if the folder contains one folder of images per"
-        f" class, make shards with `{command}`"
+        f" class, make shards with `python -m data_prep.imagefolder {quoted} --out {out}`"
     )
 
 
@@ -231,6 +236,7 @@ def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
             f"{place}: has no `splits`; move it away and run `python -m data_prep.index"
             f" {shlex.quote(str(root))}`"
         )
+
     check_types(info, INFO, place)
     version = info.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
@@ -262,19 +268,22 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
                 " data.val_split='train[90%:]' data.train_split='train[:90%]'"
             )
         raise ShardError(f"{root}: has no split {split!r}, only {names}{hint}")
+
     entry = info["splits"][split]
     place = f"{root}/_info.json, split {split!r}"
-    required = ("filenames", "shard_lengths", "num_samples")
-    if missing := [key for key in required if key not in entry]:
+    missing = [key for key in ("filenames", "shard_lengths", "num_samples") if key not in entry]
+    if missing:
         raise ShardError(
             f"{place}: has no {', '.join(missing)}; move it away and run `python -m data_prep.index"
             f" {root}`"
         )
-    if strange := [name for name in entry["filenames"] if not re.fullmatch(r"[^/]+\.tar", name)]:
+    invalid_names = [name for name in entry["filenames"] if not re.fullmatch(r"[^/]+\.tar", name)]
+    if invalid_names:
         raise ShardError(
-            f"{place}: {', '.join(strange)}: expected names of tars in the same folder; restore"
-            " the file from its source"
+            f"{place}: {', '.join(invalid_names)}: expected names of tars in the same folder;"
+            " restore the file from its source"
         )
+
     unknown: list[Any] = [None] * len(entry["filenames"])
     shards = SplitInfo(
         entry["filenames"],
@@ -290,4 +299,5 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
             f" {sum(shards.lengths)}), {len(shards.sizes)} shard_bytes and num_samples"
             f" {entry['num_samples']} contradict each other; restore the file from its source"
         )
+
     return shards

@@ -83,9 +83,11 @@ class LocalTars:
         rows = index[samples]
         shards = (np.searchsorted(firsts, samples, side="right") - 1).tolist()
         self._open(sorted(set(shards)))  # `prepare` is not called if there are no workers
+
         places = zip(shards, rows["offset"].tolist(), rows["size"].tolist(), strict=True)
         for shard, offset, size in places:
-            if (fd := self._fds.get(shard)) is not None:
+            fd = self._fds.get(shard)
+            if fd is not None:
                 with suppress(OSError, AttributeError):  # not available on macOS
                     os.posix_fadvise(
                         fd, offset - TAR_BLOCK, size + TAR_BLOCK, os.POSIX_FADV_WILLNEED
@@ -110,6 +112,7 @@ class LocalTars:
             except OSError as error:
                 if error.errno not in RETRYABLE_ERRNOS:
                     raise
+
         attempt = partial(self._open_and_read, shard, size, offset)
         return self.retry.call(self.where(shard), attempt, stages.current.beat)
 
@@ -151,10 +154,10 @@ class LocalTars:
         return data
 
     def _keep(self, shard: int, fd: int) -> None:
-        if (before := self._fds.get(shard)) is not None:
+        if (old_fd := self._fds.get(shard)) is not None:
             # Another thread may be reading from the old descriptor, so keep the descriptor and
             # replace the file behind it.
-            os.dup2(fd, before, inheritable=False)
+            os.dup2(fd, old_fd, inheritable=False)
         elif len(self._fds) < self._max_open() and self._fds.setdefault(shard, fd) == fd:
             return
         os.close(fd)

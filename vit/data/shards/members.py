@@ -29,6 +29,7 @@ LABEL_WORDS = {"cls", "label", "class", "y"}
 """Common names of members and fields that contain a label."""
 MAX_LABEL_BYTES = 64 << 10
 """The maximum number of bytes in which to search a member for a label."""
+
 KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 """webdataset's rule for suffixes (tariterators.base_plus_ext), which begin at the first dot after
 the last slash."""
@@ -48,20 +49,18 @@ FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """The members that contain the image and label of a sample. The defaults match most tools.
-
-    image: suffix of the image, or several joined by `;`, of which each sample has exactly one. None
-    means IMAGE_EXTENSIONS.
-    label: suffix of a text member, or `<suffix>:<field>` of a JSON member (with dots for nested
-    fields), or NO_LABEL.
-    keys_with_dots: whether a key ends at the last dot of the name instead of the first.
-    class_names: names of the classes in label order, if labels are names.
-    """
+    """The members that contain the image and label of a sample. The defaults match most tools."""
 
     image: str | None = None
+    """The suffix of the image, or several joined by `;`, of which each sample has exactly one. None
+    means IMAGE_EXTENSIONS."""
     label: str = "cls"
+    """The suffix of a text member, or `<suffix>:<field>` of a JSON member (with dots for nested
+    fields), or NO_LABEL."""
     keys_with_dots: bool = False
+    """Whether a key ends at the last dot of the name instead of the first."""
     class_names: tuple[str, ...] = ()
+    """The names of the classes in label order, if labels are names."""
 
     @classmethod
     def recorded(cls, options: Mapping[str, Any], class_names: Sequence[str]) -> SampleLayout:
@@ -109,14 +108,17 @@ class SampleLayout:
         images = [suffix for suffix in suffixes if suffix in self.image_suffixes]
         has_label = self.label == NO_LABEL or self.label_suffix in suffixes
         is_unique = len(set(suffixes)) == len(suffixes)
-        if len(images) == 1 and has_label and is_unique:
+        is_valid = len(images) == 1 and has_label and is_unique
+        if is_valid:
             return images[0]
+
         members = escape_to_one_line(f"its members: {few(suffixes, 8)}")
         if not is_unique:
             raise InvalidSample(
                 "has two members with the same extension, or shares its key with another sample"
                 f" ({members})"
             )
+
         problems = []
         if len(images) != 1:
             expected = f"expected one of {', '.join(self.image_suffixes)}"
@@ -134,13 +136,16 @@ class SampleLayout:
         number = as_integer(value)
         if number is not None and number >= 0:
             return number
+
         if isinstance(value, list):
             raise InvalidSample(
                 f"has several labels ({str(value)[:40]}); vitline trains with one class per image"
             )
+
         text = value.strip() if isinstance(value, str) else repr(value)
         if isinstance(value, str) and text in self._labels:
             return self._labels[text]
+
         expected = "an integer" if number is None else "an integer from 0"
         if self.class_names:
             expected = f"one of the {len(self.class_names):,} class names"
@@ -154,7 +159,7 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
     wrote `_info.json`.
     """
     options = info.get("options") if "source" in info else None
-    if options is None and first_tar is not None and "source" not in info:
+    if "source" not in info and first_tar is not None:
         path = first_tar.with_suffix(".json")
         try:
             sidecar = read_json(path) or {}
@@ -182,6 +187,7 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
             values |= {f"{suffix}:{field}": value for field, value in content.items()}
         else:
             values[suffix] = members[suffix][:MAX_LABEL_BYTES].decode("utf-8-sig", "replace")
+
     valid = {
         label
         for label, value in values.items()
@@ -190,11 +196,13 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
     texts = {label for label, value in values.items() if isinstance(value, str) and value.strip()}
     named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
     labels = named & (valid | texts) or valid
+
     if len(images) == len(members) == 1 and names is FLAGS:
         return (
             "; if folders or tars are named after their classes, write shards with `python -m"
             f" data_prep.imagefolder`; if no sample has a label, try {names.label}{NO_LABEL}"
         )
+
     if len(images) == len(labels) == 1:
         [image] = images
         [label] = labels
@@ -206,6 +214,7 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
             image, label_option = image.removeprefix(start), label.removeprefix(start)
         else:
             label_option = label
+
         options = []
         if image not in layout.image_suffixes:
             options.append(f"{names.image}{shlex.quote(image)}")
@@ -217,6 +226,7 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
             options.append(names.class_names)
         if options:
             return f"{text}; try {escape_to_one_line(' '.join(options))}"
+
     if len(images) > 1 and all("." in suffix for suffix in members):
         return f"; their names contain dots: try {names.keys_with_dots}"
     return (
@@ -243,6 +253,7 @@ def _json_field(data: bytes, suffix: str, field: str) -> object:
         content = json.loads(data)
     except ValueError as error:
         raise InvalidSample(f"has a .{suffix} that is not valid JSON ({error})") from error
+
     # First try a name with dots as a single name, then as a path.
     is_name = isinstance(content, dict) and field in content
     value = content
@@ -250,8 +261,10 @@ def _json_field(data: bytes, suffix: str, field: str) -> object:
         value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
     if value is _ABSENT:
         fields_text = ", ".join(content) if isinstance(content, dict) else repr(content)
-        shown = escape_to_one_line(fields_text[:200])
-        raise InvalidSample(f"has no field {field!r} in its .{suffix} (its fields: {shown})")
+        raise InvalidSample(
+            f"has no field {field!r} in its .{suffix} (its fields:"
+            f" {escape_to_one_line(fields_text[:200])})"
+        )
     return value
 
 

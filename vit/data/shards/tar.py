@@ -43,9 +43,11 @@ INDEX_DTYPE = np.dtype(
         ("height", "<u2"),
     ]
 )
+
 crc32c: Callable[[bytes], int] = google_crc32c.value
 """The function that computes CRC-32C (Castagnoli), in 4 to 7 microseconds per photograph. zlib's
 CRC-32 takes 16."""
+
 DEFAULT_LAYOUT = SampleLayout()
 BLANK = re.compile(r"\s")
 HEAD_BYTES = 16384
@@ -53,11 +55,14 @@ HEAD_BYTES = 16384
 
 
 class Member(NamedTuple):
-    """A file in a tar. ext: the name after the key, in lowercase. offset, size: in bytes."""
+    """A file in a tar."""
 
     ext: str
+    """The name after the key, in lowercase."""
     offset: int
+    """The position of the first byte in the tar."""
     size: int
+    """The number of bytes."""
     name: str
 
 
@@ -115,11 +120,13 @@ def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
                 raise InvalidSample(
                     f"has an image whose size cannot be read, {image.name!r}: {error}"
                 ) from error
+
     if max(width, height) > np.iinfo(np.uint16).max:
         raise InvalidSample(
             f"has {width} x {height} pixels in {image.name!r}, but the index allows at most 65535"
             " per side"
         )
+
     return width, height
 
 
@@ -133,18 +140,22 @@ def scan_sample(
     """Read and check the sample formed by `group` of (key, member, kind). Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
+
     # Links are only needed so that an error can name them. Two links with the same suffix do not
     # make the files invalid.
     links = dict.fromkeys(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )
     image = by_ext[layout.find([*(member.ext for member in members), *links])]
+
     label = -1
     if layout.label != NO_LABEL:
-        in_label = by_ext[layout.label_suffix]
-        label = layout.label_of(read(in_label.size, in_label.offset))
+        label_member = by_ext[layout.label_suffix]
+        label = layout.label_of(read(label_member.size, label_member.offset))
+
     if not image.size:
         raise InvalidSample(f"has an empty image file, {image.name!r}")
+
     width, height = _size_in_pixels(read, image)
     checksum = crc32c(read(image.size, image.offset)) if with_checksum else 0
     return ScannedSample(
@@ -160,10 +171,12 @@ def survey_tar(
 ) -> Survey:
     """Read the samples of a tar in order, without decoding images.
 
-    left_out: `LeftOut.offset` of the samples to skip, as when the shard was indexed.
-    with_checksums: read entire images; otherwise only their headers. Raises ShardError if the tar
-    is damaged or truncated, or if no sample matches `layout`. A tar without an end marker is
-    accepted if its last sample is valid.
+    Args:
+        left_out: `LeftOut.offset` of the samples to skip, as when the shard was indexed.
+        with_checksums: Read entire images; otherwise only their headers.
+
+    Raises ShardError if the tar is damaged or truncated, or if no sample matches `layout`. A tar
+    without an end marker is accepted if its last sample is valid.
     """
     path = Path(path)
     survey = Survey([], [], Counter())
@@ -171,10 +184,12 @@ def survey_tar(
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise unreadable(path, error) from error
+
     try:
         end = os.fstat(fd).st_size
         if not end:
             raise ShardError(f"{path}: the file is empty; copy or write the shard again")
+
         last_error = None
         first_unfit: list[tuple[str, Member, str]] = []
         members = _members(pread(fd), end, layout, survey.ignored)
@@ -190,11 +205,13 @@ def survey_tar(
                 last_error = error
                 first_unfit = first_unfit or group
                 survey.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
+
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
                 f"{path}: sample {key!r} {last_error}. The shard ends with this sample and has no"
                 " end marker, so it is truncated: copy or write it again"
             )
+
         if survey.unfit and not survey.samples:
             contents = {
                 member.ext: os.pread(fd, min(member.size, MAX_LABEL_BYTES), member.offset)
@@ -209,6 +226,7 @@ def survey_tar(
         raise ShardError(f"{path}: {error}; copy or write the shard again") from error
     finally:
         os.close(fd)
+
     if not survey.samples:
         ignored = f" ({describe_ignored(survey.ignored)})" if survey.ignored else ""
         raise ShardError(
@@ -227,11 +245,11 @@ def scan_tar(
     """Return the samples of `survey_tar`. Also raises ShardError if a sample is invalid."""
     survey = survey_tar(path, layout, left_out, with_checksums)
     if survey.unfit:
-        what_to_do = _describe_grouped(Path(path), survey) or (
+        advice = _describe_grouped(Path(path), survey) or (
             ". Repair these samples, or write the shard again without them; `python -m"
             " data_prep.index` skips them"
         )
-        raise ShardError(f"{path}: {_describe_unfit(survey)}{what_to_do}")
+        raise ShardError(f"{path}: {_describe_unfit(survey)}{advice}")
     return survey.samples
 
 
@@ -245,7 +263,8 @@ def _describe_unfit(survey: Survey) -> str:
 
 def _describe_grouped(path: Path, survey: Survey) -> str:
     """Return advice for a tar whose members are grouped by suffix, or "" for any other tar."""
-    num_places = Counter(key for key, _ in {(left.key, left.name) for left in survey.unfit})
+    places = {(left.key, left.name) for left in survey.unfit}
+    num_places = Counter(key for key, _ in places)
     keys = [left.key for left in survey.unfit if num_places[left.key] > 1]
     return (
         f". Members of {keys[0]!r} are at several places of this tar, but the members of a sample"

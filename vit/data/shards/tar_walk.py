@@ -30,6 +30,7 @@ CLOSE_BYTES = 1 << 12
 """If two headers are at most this many bytes apart, the next read fetches `AHEAD_BYTES`."""
 MAX_NAME_BYTES = 1 << 16
 """The maximum size of a GNU long name or a pax header."""
+
 FILE = "a file"
 FOLDER = "a folder"
 KINDS = {
@@ -97,12 +98,14 @@ def in_order(stream: Readable) -> Read:
             held = stream.read(min(position - start, 1 << 20))
             if not held:
                 return b""
+
         pieces = [held[position - start :]]
         start = position
         missing = size - len(pieces[0])
         while missing > 0 and (piece := stream.read(missing)):
             pieces.append(piece)
             missing -= len(piece)
+
         held = b"".join(pieces)
         return held[:size]
 
@@ -140,8 +143,9 @@ def walk(
 ) -> Iterator[TarMember]:
     """Yield the members of the tar in bytes [start, stop) in order. Raises TarDamaged.
 
-    stop: None for a stream, which is read up to its end mark. needs_end: raise an error if the end
-    mark is missing.
+    Args:
+        stop: None for a stream, which is read up to its end mark.
+        needs_end: Raise an error if the end mark is missing.
     """
     position = start
     previous = start - 2 * CLOSE_BYTES
@@ -165,13 +169,16 @@ def walk(
             ahead = read(num_bytes, position)
             ahead_at = position
             block = ahead[:TAR_BLOCK]
-        if len(block) < TAR_BLOCK and not needs_end and position > start and not any(block):
-            return
-        if len(block) < TAR_BLOCK or (stop is not None and position + TAR_BLOCK > stop):
-            raise damaged("truncated: a header or the end marker is missing")
+            if len(block) < TAR_BLOCK:
+                may_end = position > start and not needs_end
+                if may_end and not any(block):
+                    return
+                raise damaged("truncated: a header or the end marker is missing")
+
         if block[0] == 0 and not any(block):
             _expect_zeros(read, position, stop, damaged)
             return
+
         previous = position
         offset = position + TAR_BLOCK
         try:
@@ -184,34 +191,40 @@ def walk(
                 kind = KINDS.get(header.type, "a device or a pipe")
                 own_size = 0 if header.type in WITHOUT_DATA else header.size
                 own_name = header.name
+
                 if header.type in EXTENSIONS:
                     if not 0 <= own_size <= MAX_NAME_BYTES:
                         raise damaged(f"damaged: a header of {own_size} bytes")
-                    extra = read(own_size, offset)
-                    if header.type == tarfile.GNUTYPE_LONGNAME:
-                        name = extra.rstrip(b"\0").decode("utf-8", "surrogateescape")
-                    elif header.type == tarfile.XHDTYPE:
-                        name, size = _read_pax(extra, name, size)
+                    name, size = _read_extension(header.type, read(own_size, offset), name, size)
                     position = offset + (own_size + 511 & -512)
                     continue
         except TarDamaged:
             raise
         except (ValueError, tarfile.HeaderError) as error:
-            problem = f"damaged: no tar header ({error})"
-            if position == start:
-                content = describe_content(block)
-                problem = f"not a tar but {content}" if content else f"not a tar ({error})"
+            problem = (
+                _describe_other_file(block, error)
+                if position == start
+                else f"damaged: no tar header ({error})"
+            )
             raise damaged(problem) from error
+
         name = name or own_name
         size = own_size if size < 0 else size
         if size < 0:
             raise damaged(f"damaged: {name!r} has {size} bytes")
         if stop is not None and offset + size > stop:
             raise damaged(f"truncated: too short for the member {name!r} of {size} bytes")
+
         yield TarMember(name, offset, size, kind)
         position = offset + (size + 511 & -512)
         name = ""
         size = -1
+
+
+def _describe_other_file(block: bytes, error: Exception) -> str:
+    """Describe a file that does not begin with a tar header. block: the beginning of the file."""
+    content = describe_content(block)
+    return f"not a tar but {content}" if content else f"not a tar ({error})"
 
 
 def _is_plain_file(block: bytes) -> bool:
@@ -221,8 +234,10 @@ def _is_plain_file(block: bytes) -> bool:
     bytes, with the checksum field counted as spaces. The lower half of Adler-32 is that sum plus 1,
     modulo 65521. Raises ValueError if the checksum is not a number.
     """
-    if block[156] != 48 or block[124] >= 128 or block[345]:  # type, size in binary, long name
+    needs_tarfile = block[156] != 48 or block[124] >= 128 or block[345] != 0
+    if needs_tarfile:  # another type, a size in binary, or a long name
         return False
+
     field = block[148:156]
     checksum = int(field.split(b"\0", 1)[0], 8)
     return (checksum - 8 * 32 + sum(field) + 1) % 65521 == zlib.adler32(block) & 0xFFFF
@@ -243,6 +258,13 @@ def _expect_zeros(
                 " concatenated)"
             )
         position += len(data)
+
+
+def _read_extension(kind: bytes, extra: bytes, name: str, size: int) -> tuple[str, int]:
+    """Return the next member's name and size in an extension. Defaults: `name` and `size`."""
+    if kind == tarfile.GNUTYPE_LONGNAME:
+        return extra.rstrip(b"\0").decode("utf-8", "surrogateescape"), size
+    return _read_pax(extra, name, size) if kind == tarfile.XHDTYPE else (name, size)
 
 
 def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
