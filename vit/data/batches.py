@@ -103,6 +103,7 @@ class BatchLayout:
             piece = memory_tensor[offset : offset + math.prod(shape) * dtype.itemsize]
             tensors[name] = piece.view(dtype).view(shape)
             offset += num_bytes
+
         tensors["images"] = tensors["images"].permute(0, 3, 1, 2)
         return Batch(**tensors)
 
@@ -116,6 +117,7 @@ class BatchLayout:
             "table": (torch.float32, (rows, self.num_columns)),
             "ids": (torch.int64, (rows,)),
         }
+
         return {
             name: (
                 dtype,
@@ -207,10 +209,12 @@ class AugmentedBatches(Batches):
         num_batches: int | None = None,
         changes: Changes = NO_CHANGES,
     ):
-        """rows: this rank's rows of the global batch; None: all.
+        """Create the batches of one rank.
 
-        num_batches: length of the run, so that no batches after its end are read ahead. changes:
-        the excluded and relabeled samples, which keep their places.
+        Args:
+            rows: This rank's rows of the global batch; None: all.
+            num_batches: The length of the run, so that no batches after its end are read ahead.
+            changes: The excluded and relabeled samples, which keep their places.
         """
         rows = range(order.global_batch_size) if rows is None else rows
         self.split = split
@@ -221,6 +225,7 @@ class AugmentedBatches(Batches):
         self.on_bad_image = on_bad_image
         self.num_batches = num_batches
         self.changes = changes
+
         self._num_columns = table_layout(augment).width
         self.layout = BatchLayout(len(rows), image_format.largest, self._num_columns)
         # Rows to be mixed with each other must be in the same part, because a worker mixes only
@@ -249,15 +254,18 @@ class AugmentedBatches(Batches):
         keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
         crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
         stored_sizes = list(zip(widths.tolist(), heights.tolist(), strict=True))
+
         weights = samples.weights
         for row in np.flatnonzero(weights == 0).tolist():
             rows.images[row] = 0  # slots are reused
+
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
             # `on_bad_image` does not cover failed reads, so read outside the `try`. If a disk or
             # server is gone, skipping would drop all images that follow.
             data = samples.read(group[0])
+
             stages.current.enter(Stage.DECODE)
             try:
                 decode_views(
@@ -275,6 +283,7 @@ class AugmentedBatches(Batches):
                         f"{samples.describe(group[0])}: {error}; set loader.on_bad_image=skip to"
                         " train without this image"
                     ) from None
+
                 # Slots are reused, so without this line the row would show an image from an old
                 # batch.
                 for view in views:
@@ -283,6 +292,7 @@ class AugmentedBatches(Batches):
                 # Add one key per row, not per image, so that the number of keys does not depend on
                 # how workers split the batch.
                 bad_keys += [samples.key(group[0])] * len(group)
+
         stages.current.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, widths, heights, size)
         # Mixing needs the weights, so draw it after decoding. A row whose partner could not be
@@ -297,6 +307,7 @@ class AugmentedBatches(Batches):
             size=size,
             epoch=epoch,
         )
+
         write_rows(rows, samples.entries["label"], weights, table, samples.ids)
         return tuple(bad_keys)
 
@@ -339,6 +350,7 @@ class TrainBatches(FromShards, AugmentedBatches):
         labels = self.changes.changed(ids, entries["label"])
         is_used = labels != HOLE
         entries["label"] = np.where(is_used, labels, 0)
+
         # Prefetch before the first read, so that a remote split fetches all blocks concurrently.
         self.split.prefetch(ids[is_used])
         if first == 0:
@@ -370,7 +382,8 @@ class TrainBatches(FromShards, AugmentedBatches):
 
     def _read_ahead(self, position: int) -> None:
         later = position + self.split.read_ahead_batches
-        if later == position or (self.num_batches is not None and later >= self.num_batches):
+        is_after_end = self.num_batches is not None and later >= self.num_batches
+        if later == position or is_after_end:
             return
         last_row = self.first_row + self.layout.num_rows
         self.split.prefetch(self.order.rows(later, self.first_row, last_row))
@@ -415,9 +428,11 @@ class EvalBatches(FromShards, Batches):
         num_samples = self.split.num_samples
         ids = self._start(number) + first + np.arange(len(rows.labels))
         is_sample = ids < num_samples
+
         later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
         candidates = np.concatenate([ids, later])
         self.split.prefetch(np.unique(candidates[candidates < num_samples]))
+
         # The label of each id is read below, so give padding rows a valid sample number.
         ids[~is_sample] = 0
         for row, sample in enumerate(ids.tolist()):
@@ -425,6 +440,7 @@ class EvalBatches(FromShards, Batches):
                 self._decode(sample, rows.images[row])
             else:
                 rows.images[row] = 0
+
         stages.current.enter(Stage.DRAW)
         write_rows(rows, self.split.index[ids]["label"], is_sample, np.empty((len(ids), 0)), ids)
         return ()

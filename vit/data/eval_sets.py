@@ -96,6 +96,7 @@ def open_sets(
     opened = {val_key: val_split}
     groups = {val_key: [EvalSet(VAL, val_split)]}
     problems: list[str] = []
+
     for name, chosen in config.eval.sets.items():
         key = (chosen.root or config.data.root, chosen.split or config.data.val_split)
         try:
@@ -110,6 +111,7 @@ def open_sets(
             problems += [f"eval.sets.{name}{joint}{line}" for line in str(error).splitlines()]
         else:
             groups.setdefault(key, []).append(eval_set)
+
     with world.fail_together():
         if problems:
             raise ValueError("\n".join(problems))
@@ -126,6 +128,7 @@ def _create_set(
         labels = world.broadcast_from_main(lambda: _read_labels(path, split))
         most = max(map(len, labels))
         accepted = torch.tensor([row + [-1] * (most - len(row)) for row in labels])
+
     if columns is not None and chosen.classes == "all":
         if accepted is None:
             accepted = torch.from_numpy(split.index["label"].astype(np.int64))[:, None]
@@ -160,18 +163,23 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
         # most names.
         model_names = min(model.namings.values(), key=lambda naming: len({*names} - {*naming}))
         output = {name: number for number, name in enumerate(model_names)}
-        if missing := [name for name in names if name not in output]:
+        missing = [name for name in names if name not in output]
+        if missing:
             raise ValueError(
                 f": the model lacks {len(missing):,} of the {len(names):,} classes of {split.root}"
                 f" ({few(missing)}); its own classes are {few(list(model_names))}: use data whose"
                 " classes have the same names"
             )
-        if twice := [name for name in names if list(model_names).count(name) > 1]:
+
+        ambiguous = [name for name in names if list(model_names).count(name) > 1]
+        if ambiguous:
             raise ValueError(
-                f": the model has several classes called {few(twice)}: use data whose classes have"
-                " unique names, such as WordNet ids"
+                f": the model has several classes called {few(ambiguous)}: use data whose classes"
+                " have unique names, such as WordNet ids"
             )
+
         numbers = [output[name] for name in names]
+
     return None if numbers == list(range(model.num_classes)) else torch.tensor(numbers)
 
 
@@ -187,6 +195,7 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise ValueError(f"{setting}: cannot be read ({reason})") from None
+
     if not isinstance(content, list | dict):
         raise ValueError(
             f"{setting}: expected a list of lists, or an object that maps image keys to lists"
@@ -196,19 +205,23 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
             f"{setting}: has labels for {len(content)} images, but {split.root} {split.name!r} has"
             f" {split.num_samples}: use the file that was made for these images"
         )
+
     keys = [split.key(i) for i in range(split.num_samples)]
     if isinstance(content, dict):
-        if missing := [key for key in keys if key not in content]:
+        missing = [key for key in keys if key not in content]
+        if missing:
             raise ValueError(f"{setting}: has no labels for {len(missing)} images ({few(missing)})")
         image_labels = [content[key] for key in keys]
     else:
         image_labels = [[] for _ in keys]
         for labels, i in zip(content, _in_order(keys), strict=True):
             image_labels[i] = labels
+
     rows = [_checked(labels, setting, split.num_classes) for labels in image_labels]
     scored = [(row, label) for row, label in zip(rows, split.index["label"], strict=True) if row]
     if not scored:
         raise ValueError(f"{setting}: no image has a label")
+
     if isinstance(content, list):
         agree = sum(int(label) in row for row, label in scored) / len(scored)
         if agree < LEAST_AGREEMENT:
@@ -234,9 +247,10 @@ def _in_order(keys: Sequence[str]) -> list[int]:
 
 def _checked(labels: Any, setting: str, num_classes: int) -> list[int]:
     row = labels if isinstance(labels, list) else [labels]
-    if wrong := [label for label in row if type(label) is not int or not 0 <= label < num_classes]:
+    invalid = [label for label in row if type(label) is not int or not 0 <= label < num_classes]
+    if invalid:
         raise ValueError(
-            f"{setting}: contains the label {json.dumps(wrong[0])}, expected whole numbers from 0"
+            f"{setting}: contains the label {json.dumps(invalid[0])}, expected whole numbers from 0"
             f" to {num_classes - 1}"
         )
     return row

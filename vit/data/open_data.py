@@ -49,10 +49,12 @@ def open_split(
                 f"{opened.root}: the images have no labels: choose data with classes, or classify"
                 f" these images with python launch/predict.py {opened.root}"
             )
+
         return opened
 
     if world is None:
         return open_checked()
+
     # Only rank 0 requests the shards. Requests from a thousand ranks for every shard would overload
     # the server, and ranks might see different versions of a shard.
     split_of_main = world.on_main(open_checked)
@@ -81,7 +83,7 @@ class TrainReader(Protocol):
         """Select the training samples from `splits`, the result of `open_splits`.
 
         Args:
-            num_classes: the number of classes, if it is larger than that of `val_split`.
+            num_classes: The number of classes, if it is larger than that of `val_split`.
 
         Raises ShardError or ValueError if a setting names samples that do not exist, or if an image
         of `val_split` is also a training sample.
@@ -173,20 +175,23 @@ def open_train_set(config: Config, val_split: Split, num_classes: int | None = N
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:
     trained = find_trained(train_set, val_split)
-    if count := np.count_nonzero(np.any(trained, axis=0)):
-        settings = ", ".join(
-            f"data.sources[{number}].split={split.name}"
-            if data.sources
-            else f"data.train_split={split.name}"
-            for number, split in enumerate(train_set.split.splits)
-            if trained[number].any()
-        )
-        raise ValueError(
-            f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
-            f" are also training images of {settings}: hold them out, for instance with"
-            " data.train_split=train[:99%] and data.val_split=train[99%:], or evaluate on them as"
-            " one of eval.sets"
-        )
+    count = np.count_nonzero(np.any(trained, axis=0))
+    if not count:
+        return
+
+    settings = ", ".join(
+        f"data.sources[{number}].split={split.name}"
+        if data.sources
+        else f"data.train_split={split.name}"
+        for number, split in enumerate(train_set.split.splits)
+        if trained[number].any()
+    )
+    raise ValueError(
+        f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
+        f" are also training images of {settings}: hold them out, for instance with"
+        " data.train_split=train[:99%] and data.val_split=train[99%:], or evaluate on them as"
+        " one of eval.sets"
+    )
 
 
 def choose_num_classes(model: ModelConfig, data: DataConfig, *splits: Split | Sources) -> int:

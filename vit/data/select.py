@@ -73,6 +73,7 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     total = split.num_samples
     if all(getattr(selection, key) == value for key, value in Selection()):
         return Chosen(total, None, "", "")
+
     is_left = np.ones(total, np.bool_)
     is_excluded = np.zeros(total, np.bool_)
     parts: list[str] = []
@@ -82,18 +83,22 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         keep_places = num_excluded <= HOLES_AT_MOST * total
         if not keep_places:
             is_left = ~is_excluded
-        how = "rows without weight" if keep_places else "which changes all batches"
-        parts.append(f"{num_excluded:,} by {name}exclude ({how}{note})")
+        effect = "rows without weight" if keep_places else "which changes all batches"
+        parts.append(f"{num_excluded:,} by {name}exclude ({effect}{note})")
+
     numbers = np.flatnonzero(is_left).astype(np.min_scalar_type(total))
     labels = split.index["label"]
     has_subset = selection.fraction is not None or selection.samples_per_class is not None
     if has_subset and len(numbers):
         before = len(numbers)
         numbers = _subset(numbers, labels, selection)
-        setting = f"samples_per_class={selection.samples_per_class}"
-        if selection.fraction is not None:
-            setting = f"fraction={selection.fraction:g}"
+        setting = (
+            f"samples_per_class={selection.samples_per_class}"
+            if selection.fraction is None
+            else f"fraction={selection.fraction:g}"
+        )
         parts.append(f"{before - len(numbers):,} by {name}{setting}")
+
     new_labels = dict.fromkeys(numbers[is_excluded[numbers]].tolist(), HOLE)
     used = numbers[~is_excluded[numbers]]
     summary = f"{len(used):,} of {total:,} samples of {_name(split)}"
@@ -101,18 +106,22 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         summary += f"; excluded: {', '.join(parts)}"
     if not len(used):
         raise ShardError(f"{summary}; no sample is left for training")
+
     if selection.relabel is not None:
         relabeled, note = _read_relabel(Path(selection.relabel), split, name)
         new_labels = relabeled | new_labels
         summary += f"; {len(relabeled):,} relabeled by {name}relabel{note}"
     changes = Changes.of(new_labels)
+
     if len(used) < total:
         num_classes, num_left = (
             np.count_nonzero(count_labels(labels, samples, split.num_classes))
             for samples in (range(total), used)
         )
-        if num_lost := num_classes - num_left:
+        num_lost = num_classes - num_left
+        if num_lost:
             summary += f"; no image is left in {num_lost:,} of {num_classes:,} classes"
+
     note = f", {changes.identity()}" if len(changes.numbers) else ""
     if len(numbers) == total:
         return Chosen(total, None, summary, f"{total:,} samples{note}" if note else "", changes)
@@ -127,6 +136,7 @@ def _exclude(path: Path, split: Split, is_excluded: NDArray[np.bool_], name: str
     # keys in that list.
     may_lack = bool(labels) or path.suffix == QUARANTINE
     numbers, note = _find(keys, split, f"{name}exclude={path}", may_lack)
+
     for samples in numbers.values():
         is_excluded[samples] = True
     if labels:
@@ -174,6 +184,7 @@ def _subset(
     keys = fold_numbers(partial(fold, selection.subset_seed), numbers)
     if selection.fraction is not None and selection.fraction_of == "all":
         return numbers[are_ranked(keys, 0, max(round(selection.fraction * len(numbers)), 1))]
+
     own_labels = labels[numbers]
     by_class = np.argsort(own_labels, kind="stable")
     taken = []
@@ -208,6 +219,7 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
                 keys[text] = None
         except (ValueError, KeyError, AttributeError):
             problems.append(f"line {number} is {text[:60]!r}")
+
     if problems:
         raise ShardError(
             f"{name}exclude={path}: expected a key, label=NUMBER (0 to {split.num_classes - 1}) or"
@@ -230,12 +242,14 @@ def _read_relabel(path: Path, split: Split, name: str) -> tuple[dict[int, int], 
             labels[key.strip()] = _label_of(word.strip(), split)
         except ValueError:
             problems.append(f"line {number} is {text[:60]!r}")
+
     if problems:
         raise ShardError(
             f"{name}relabel={path}: expected a key, a comma, and label=NUMBER (0 to"
             f" {split.num_classes - 1}) or class=NAME of an existing class in each line;"
             f" {few(problems, 3)}"
         )
+
     numbers, note = _find(list(labels), split, f"{name}relabel={path}", may_lack_all=False)
     return {sample: labels[key] for key, samples in numbers.items() for sample in samples}, note
 
@@ -246,8 +260,10 @@ def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
         lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     except OSError as error:
         raise ShardError(f"{setting}={path}: cannot be read ({error.strerror})") from None
+
     for number, line in enumerate(lines, 1):
-        if (text := line.strip()) and not text.startswith("#"):
+        text = line.strip()
+        if text and not text.startswith("#"):
             yield number, text
 
 
@@ -267,6 +283,7 @@ def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
     for number, name in enumerate(_idx_names(split)):
         if name in num_keys:
             numbers[name].append(number)
+
     numbers_of_key: dict[str, list[int]] = {}
     for key in keys:
         name = idx_name(key)
@@ -290,6 +307,7 @@ def _idx_names(split: Split) -> Iterator[str]:
         names = list(_idx_names(split.whole))
         yield from (names[number] for number in split.numbers)
         return
+
     store = None if isinstance(split.root, Path) else split.tars.store
     firsts = first_samples(split.lengths)
     for filename, (first, stop) in zip(split.filenames, pairwise(firsts), strict=True):
@@ -305,6 +323,7 @@ def _idx_names(split: Split) -> Iterator[str]:
             lines = []
         if len(lines) != stop - first:
             lines = [""] * (stop - first)
+
         # Reading a field of one row in a structured array takes a microsecond, so convert to lists.
         offsets, sizes = (split.index[name][first:stop].tolist() for name in ("offset", "size"))
         for number, line in enumerate(lines):

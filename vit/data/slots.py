@@ -72,20 +72,20 @@ def plan_ring(
     """
     rows = layout.num_rows
     slot_bytes = math.ceil(layout.num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
+
     # On a GPU, training holds three batches: one in the current step, one being copied, and one
     # just returned. With two slots, the loader would copy each batch on the host.
     held = 3 if on_gpu else 2
-    part_rows = rows
-    if num_workers:
-        part_rows = min(math.ceil(PART_ROWS / row_unit) * row_unit, rows)
-    least = held + 1 + math.ceil(num_workers * part_rows / rows)
-    slots = least
-    if num_workers:
-        slots = min(max(least, PREFETCH_BYTES // slot_bytes), least + max_ready)
     # After `Loader.restart`, held batches may be left over from the previous pass, so add their
     # count.
-    slots = min(slots, num_batches + held)
-    return Ring(part_rows, slots, slot_bytes, held)
+    most = num_batches + held
+    if not num_workers:
+        return Ring(rows, min(held + 1, most), slot_bytes, held)
+
+    part_rows = min(math.ceil(PART_ROWS / row_unit) * row_unit, rows)
+    least = held + 1 + math.ceil(num_workers * part_rows / rows)
+    slots = min(max(least, PREFETCH_BYTES // slot_bytes), least + max_ready)
+    return Ring(part_rows, min(slots, most), slot_bytes, held)
 
 
 class Slots:
@@ -99,11 +99,13 @@ class Slots:
         self._num_bytes = ring.num_bytes + max(num_workers, 1) * STATUS_BYTES
         self.free = deque(range(ring.num_slots))
         self._lent: dict[int, weakref.ref[memoryview]] = {}
+
         if hasattr(os, "memfd_create"):
             self._file = os.memfd_create("batches")
         else:  # macOS
             with tempfile.TemporaryFile() as file:
                 self._file = os.dup(file.fileno())
+
         os.ftruncate(self._file, self._num_bytes)
         self._map = mmap.mmap(self._file, self._num_bytes)
         self.close_file = weakref.finalize(self, os.close, self._file)

@@ -68,8 +68,11 @@ def train_set_of_sources(
 ) -> TrainSet:
     """Return the selected samples of several splits, drawn in proportion to `weights`.
 
-    classes_of: the evaluation split, which defines the labels. block_samples: see
-    `order.block_samples`. Raises ShardError and ValueError.
+    Args:
+        classes_of: The evaluation split, which defines the labels.
+        block_samples: See `order.block_samples`.
+
+    Raises ShardError and ValueError.
     """
     chosen = [
         choose(split, selection, f"data.sources[{number}].")
@@ -77,6 +80,7 @@ def train_set_of_sources(
     ]
     draws = shares_of([each.num_samples for each in chosen], weights, block_samples)
     sources = Sources(splits, chosen, classes_of)
+
     shares = []
     summary = []
     identities = []
@@ -85,6 +89,7 @@ def train_set_of_sources(
         whole = f"all {each.num_samples:,} samples"
         share = num_draws / each.num_samples
         times = "" if share == 1 else f", {share:.3g} times each"
+
         by_number = ""
         if bool(split.class_names) != bool(classes_of.class_names):
             nameless = split if classes_of.class_names else classes_of
@@ -97,6 +102,7 @@ def train_set_of_sources(
             f" {each.summary or f'{whole} of {split.root} {split.name!r}'}{by_number}"
         )
         identities.append(f"{num_draws:,} draws of {each.identity or whole}")
+
     return TrainSet(
         sources, sum(draws), tuple(shares), tuple(summary), "; ".join(identities), sources.changes
     )
@@ -110,6 +116,7 @@ def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64
     changes = train_set.changes
     labels = train_set.split.index["label"].copy()
     labels[changes.numbers] = changes.labels
+
     counts = np.zeros(num_classes)
     for share in train_set.shares or (Share(train_set.num_draws, train_set.num_draws),):
         numbers: range | NDArray[np.integer] = range(share.first, share.first + share.num_samples)
@@ -147,16 +154,19 @@ class Sources:
         self.firsts = first_samples(split.num_samples for split in splits)
         self.num_samples = self.firsts[-1]
         self.filenames = [name for split in splits for name in split.filenames]
+
         self.class_names = classes_of.class_names
         self.num_classes = classes_of.num_classes
         if not self.class_names:
             _check_same_names(splits, classes_of)
             self.num_classes = max(split.num_classes for split in (*splits, classes_of))
+
         maps = [
             _map_labels(number, *pair, classes_of)
             for number, pair in enumerate(zip(splits, chosen, strict=True))
         ]
         self.index = _Rows(self.splits, maps, self.firsts)
+
         new_labels = dict[int, int]()
         for first, each, label_map in zip(self.firsts, chosen, maps, strict=False):
             changes = each.changes
@@ -233,6 +243,7 @@ class _Rows:
             if key == "label":
                 columns = [map_[column] for map_, column in zip(self._maps, columns, strict=True)]
             return np.concatenate(columns)
+
         samples = np.atleast_1d(key)
         rows = np.zeros(samples.shape, INDEX_DTYPE)
         divided = _divided(self._splits, self._firsts, samples)
@@ -281,13 +292,16 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
 def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32]:
     """Return the label in `classes_of` for each label of `split`, or -1 if the class is missing."""
     names = classes_of.class_names
-    if names and not split.class_names and split.num_classes > classes_of.num_classes:
+    lacks_names = bool(names) and not split.class_names
+    if lacks_names and split.num_classes > classes_of.num_classes:
         raise ShardError(
             f"{_describe(number, split)}: has {split.num_classes:,} classes without names, but"
             f" {classes_of.root} has {classes_of.num_classes:,}; {_how_to_name(split.root)}"
         )
-    if not names or not split.class_names or split.class_names == names:
+    keeps_labels = not names or lacks_names or split.class_names == names
+    if keeps_labels:
         return np.arange(split.num_classes, dtype=np.int32)
+
     label_of = {name: label for label, name in enumerate(names)}
     label_map = np.array([label_of.get(name, -1) for name in split.class_names], np.int32)
     used = chosen.used
@@ -297,6 +311,7 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     missing = np.flatnonzero((counts > 0) & (label_map < 0)).tolist()
     if not missing:
         return label_map
+
     named = few([repr(split.class_names[label]) for label in missing])
     raise ShardError(
         f"{_describe(number, split)}: has classes that {classes_of.root} {classes_of.name!r} lacks:"

@@ -27,9 +27,11 @@ class ToGpu:
     """Copies batches to the GPU, one after another, on a separate stream."""
 
     def __init__(self, gpu: Any, memory: Tensor, on_device: Callable[[Batch], Batch] | None = None):
-        """gpu: a `Cuda`, or an object with the same methods.
+        """Page-lock `memory`. See `vit.data.loader.Loader` for `on_device`.
 
-        memory: all slots, (num_bytes,) uint8. See `vit.data.loader.Loader` for `on_device`.
+        Args:
+            gpu: A `Cuda`, or an object with the same methods.
+            memory: All slots, (num_bytes,) uint8.
         """
         self._gpu = gpu
         self._memory = memory
@@ -47,21 +49,24 @@ class ToGpu:
         gpu = self._gpu
         if not self._is_locked:
             batch = gpu.pin(batch)
+
         # Hold the last batch, so that its slot is not refilled. When this event completes, the
         # device has finished all copies from the slot: the batch's own copy and those queued with
         # the step.
         if self._last is not None:
             self._in_use.append((self._last, gpu.record()))
         # Wait only if two steps are already queued. Otherwise, only remove completed events.
-        while len(self._in_use) > 1 or (self._in_use and self._in_use[0][1].query()):
+        while len(self._in_use) > 1 or any(event.query() for _, event in self._in_use):
             self._in_use.popleft()[1].synchronize()
         self._last = batch
+
         # On the compute stream, the copy and the augmentation would wait for the previous step, so
         # use the copy stream.
         with gpu.copying():
             moved = gpu.move(batch)
             if self._on_device is not None:
                 moved = self._on_device(moved)
+
         # Only the device waits for the copies. The host continues.
         gpu.compute_after_copies()
         for tensor in (moved.images, moved.labels, moved.weights):
@@ -134,11 +139,11 @@ class Cuda:
         torch.cuda.synchronize(self._device)
 
 
-def page_lock(memory: Tensor, what: str, otherwise: str) -> bool:
+def page_lock(memory: Tensor, what: str, consequence: str) -> bool:
     """Page-lock `memory` for asynchronous copies by the GPU. Return whether this succeeded.
 
     The CUDA runtime refuses to page-lock inside gVisor, WSL and some virtual machines. A note on
-    stderr then names `what` and the consequence `otherwise`.
+    stderr then names `what` and the `consequence`.
     """
     try:
         cuda = torch.cuda.cudart()
@@ -149,6 +154,6 @@ def page_lock(memory: Tensor, what: str, otherwise: str) -> bool:
         # step fails.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
-        print(f"note: {what} is not page-locked ({reason}): {otherwise}", file=sys.stderr)
+        print(f"note: {what} is not page-locked ({reason}): {consequence}", file=sys.stderr)
         return False
     return True

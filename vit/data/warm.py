@@ -50,9 +50,11 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     cache = tars.cache
     blocks = list(tars.blocks(shards))
     all_bytes = sum(block.num_bytes for block in blocks)
+
     # Start at a random block. Otherwise, several commands would wait for each other's locks.
     start = int(hash64(os.getpid())) % len(blocks)
     missing = [block for block in blocks[start:] + blocks[:start] if not cache.holds(block.name)]
+
     is_full = threading.Event()
     damaged = set[CacheBlock]()
 
@@ -89,6 +91,7 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     finally:
         is_full.set()  # after an error or Ctrl-C, do not start another block
         threads.shutdown(wait=False, cancel_futures=True)
+
     lacking_bytes = sum(block.num_bytes for block in missing) - fetched_bytes
     report = (
         f"{split}: {_size(all_bytes - lacking_bytes)} of {_size(all_bytes)} are in {cache.folder},"
@@ -120,6 +123,7 @@ def _size(num_bytes: float) -> str:
 def _shards_of(text: str | None, num_shards: int) -> range:
     if text is None:
         return range(num_shards)
+
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     shards = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not shards or shards.stop > num_shards:
@@ -149,6 +153,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         action="append",
         help="train, val, ...; may be repeated; by default train and val",
     )
+
     parser.add_argument("--cache-dir", help="as loader.cache_dir")
     parser.add_argument("--cache-gib", type=float, help="as loader.cache_gib")
     parser.add_argument(
@@ -163,12 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     try:
         options = _options(arguments)
-        further: list[tuple[str, str]] = []
+        eval_places: list[tuple[str, str]] = []
         if options.config is not None:
             config = load_config(options.config, options.root)
             data = config.data
             loader = config.loader
-            further = config.eval.further_places(data.root, data.val_split)
+            eval_places = config.eval.further_places(data.root, data.val_split)
         elif len(options.root) == 1:
             data = DataConfig(root=options.root[0])
             loader = LoaderConfig()
@@ -177,13 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "expected one data set: a folder, a URL, or --config FILE (python -m"
                 " vit.data.warm --help)"
             )
+
         places = [(data.root, split) for split in options.split or [data.val_split]]
         if not options.split:
             places[:0] = [
                 (source.root or data.root, source.split or data.train_split)
                 for source in data.sources or (SourceConfig(),)
             ]
-            places += further
+            places += eval_places
+
         for root, split in dict.fromkeys((root, parse_name(name).split) for root, name in places):
             tars = open_split(
                 resolve(root),
@@ -197,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{shown(root)} is a folder and is read in place: set --cache-dir to copy its"
                     " blocks to a cache"
                 )
+
             shards = _shards_of(options.shards, len(tars.filenames))
             report, is_sound = warm(tars, split, shards)
             if is_sound:

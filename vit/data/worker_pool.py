@@ -49,6 +49,7 @@ of the threads that launch kernels and run NCCL, because the GPU waits for these
 training runs on the CPU, workers and training have equal weight."""
 PARTS_PER_MEASUREMENT = 64
 """The number of parts between two measurements of a worker's memory."""
+
 MAX_QUEUED_PARTS = 256
 """The maximum number of parts in the pipe. These parts take 4 KiB, which fits in any pipe, so
 sending one never blocks. If a user has a thousand pipes, Linux limits further pipes to 8 KiB
@@ -58,6 +59,7 @@ _PART = struct.Struct("<qii")
 whole, even if several workers read from the pipe."""
 RowRange = tuple[int, int]
 """A part of a batch, as (position, first row)."""
+
 log = logging.getLogger(__name__)
 
 
@@ -108,6 +110,7 @@ class OwnProcess:
         # training, and more memory.
         if not wait:
             return []
+
         position, slot, first = self._parts.popleft()
         status_before = stages.use(self.statuses[0])
         try:
@@ -144,11 +147,13 @@ class WorkerPool:
         self._slots = slots
         self._timeout_s = stall_timeout_s or float("inf")
         self._niceness = niceness
+
         self.statuses = [slots.status(number) for number in range(num_workers)]
         self.num_replaced = 0
         """The number of workers that hung and were replaced."""
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
         self._oom_kills_before = num_oom_kills()
+
         self._waiting = deque[tuple[int, int, int]]()
         """Parts that have not been sent to the pipe yet."""
         self._queued: dict[RowRange, int] = {}
@@ -156,9 +161,11 @@ class WorkerPool:
         self._hung = set[RowRange]()
         """The parts at which a worker hung. Each part is retried once. If the retry hangs, the run
         fails."""
+
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
+
         # Use Finalize, which also runs if the loader is never closed. Otherwise, the process would
         # never end: at exit, Python sends SIGTERM to the workers, which ignore it, and joins them.
         self.end = Finalize(
@@ -200,6 +207,7 @@ class WorkerPool:
             for key, _ in events:
                 if self._receive(key.data, results):
                     raise WorkerError(self._cause_of_death(self._workers[key.data][0]))
+
             if wait and self.watch.is_due:
                 self.watch.look(self._name)
                 self._replace_stalled(results)
@@ -231,6 +239,7 @@ class WorkerPool:
             # Close `send`, so that only the worker has it open and the pipe ends when the worker
             # dies.
             send.close()
+
         self._workers[number] = (worker, results)
         self._selector.register(results, selectors.EVENT_READ, number)
 
@@ -277,11 +286,13 @@ class WorkerPool:
             )
         else:
             return
+
         remedy = "check for a dead mount, a debugger, or a suspended job"
         if not self._batches.exact:
             raise WorkerError(f"{problem}; {remedy}")
         if hung & self._hung:
             raise WorkerError(f"{problem}, and another worker also hung on this part; {remedy}")
+
         self._hung |= hung
         log.warning("%s: all workers are replaced, and new ones repeat their work", problem)
         self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")
@@ -297,6 +308,7 @@ class WorkerPool:
         """
         for worker, _ in self._workers.values():
             worker.kill()
+
         # A process that waits inside the kernel dies only when that wait ends, for example when a
         # mount recovers.
         deadline = time.monotonic() + self._timeout_s
@@ -311,6 +323,7 @@ class WorkerPool:
             self._receive(number, received)
             self._selector.unregister(pipe)
             pipe.close()
+
         # Empty the pipe only after all workers are dead, because a live worker could still take a
         # part or write to a slot.
         os.set_blocking(self._parts.fileno(), False)
@@ -318,6 +331,7 @@ class WorkerPool:
             while os.read(self._parts.fileno(), _PART.size):
                 pass
         os.set_blocking(self._parts.fileno(), True)  # new workers inherit the pipe and must block
+
         # Training waits for the first missing part, so put missing parts first, in their old order.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
@@ -335,6 +349,7 @@ class WorkerPool:
                 f"a loader worker (process {worker.pid}) ended unexpectedly with exit status"
                 f" {code}: start again, and report the problem if it recurs"
             )
+
         number = signal.Signals(-code)
         cause = (
             "so a library crashed, perhaps on a damaged image: check all images with `python -m"
@@ -345,9 +360,9 @@ class WorkerPool:
                 "which happens if a mapped file is truncated or its disk fails: check whether an"
                 " index (*.index.npy) was rewritten while in use"
             )
+
         if number == signal.SIGKILL:
             num_kills = num_oom_kills()
-            kills_before = self._oom_kills_before
             kernel_note = (
                 "the kernel has counted no such kill" if num_kills is not None else "see `dmesg`"
             )
@@ -355,13 +370,20 @@ class WorkerPool:
                 f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
                 " if memory ran out, lower loader.num_workers, or give the job more memory"
             )
+
             # The count is None if it cannot be read. A higher count proves that memory ran out on
             # this host or in this container, but another process may have been killed.
-            if num_kills and kills_before is not None and num_kills > kills_before:
+            memory_ran_out = (
+                num_kills is not None
+                and self._oom_kills_before is not None
+                and num_kills > self._oom_kills_before
+            )
+            if memory_ran_out:
                 cause = (
                     "because memory ran out, according to the kernel: lower loader.num_workers, or"
                     " give the job more memory"
                 )
+
         return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"
 
 
@@ -375,6 +397,7 @@ def _end_workers(
     selector.close()
     for worker, _ in workers.values():
         worker.kill()
+
     for worker, results in workers.values():
         results.close()
         worker.join(END_WAIT_S)
@@ -398,10 +421,12 @@ def _work(
     # `follow_parent` also ignores signals. If a SIGTERM to the job killed a worker, its rank would
     # fail before saving the last checkpoint.
     follow_parent()
+
     status = slots.status(number)
     stages.use(status)
     batch_in = functools.cache(slots.batch)
     num_made = 0
+
     # When the parent is dead, reading returns b"" and sending raises BrokenPipeError.
     with suppress(BrokenPipeError):
         while message := os.read(parts.fileno(), _PART.size):
@@ -409,11 +434,13 @@ def _work(
             batch = batch_in(slot, batches.layout_at(position))
             rows = batch.rows(first, first + slots.ring.part_rows)
             result = _make(batches, status, position, first, rows)
+
             if result.error is not None and not isinstance(result.error, ShardError):
                 # Send the traceback as text, because some exceptions cannot be pickled, and
                 # pickling drops tracebacks.
                 stack = "".join(traceback.format_exception(result.error))
                 result = result._replace(error=RuntimeError(f"in a loader worker:\n{stack}"))
+
             num_made += 1
             # The first part still opens files and allocates memory, so measure after the second.
             if num_made % PARTS_PER_MEASUREMENT == 2:
@@ -436,6 +463,7 @@ def _make(
     except Exception as raised:
         # Return the error, so that training raises it on reaching this batch.
         error = raised
+
     busy_s = time.perf_counter() - began_s
     status.count_retries()
     return WorkerResult(
