@@ -43,9 +43,11 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
                 late = [key.split()[1] for key in keys if not store.check([key])]
                 raise RankLost(f"rank {', '.join(late)} did not respond within {limit}")
             time.sleep(POLL_S / 5)
+
         tokens = [text.decode() for text in store.multi_get(keys)]
         store.set(f"{name} all", json.dumps(tokens))
         return dist.PrefixStore(name, store)
+
     answered_name = ""
     while True:
         name = store.get("round").decode() if store.check(["round"]) else ""

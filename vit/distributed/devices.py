@@ -57,6 +57,7 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             reason = _with_remedy(str(error).split(". ")[0].splitlines()[0].rstrip("."))
+
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     built_in = 0 if hidden else num_nvidia_gpus(root)
@@ -108,6 +109,7 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
+
     # Training ViT-B on the CPUs of a GPU node would exceed the job's time limit, so unusable GPUs
     # are an error. With a CPU-only build of torch, the user probably wants the CPU.
     has_unusable = any(h.nvidia_gpus and not h.gpus and h.has_cuda_build for h in lacking)
@@ -118,6 +120,7 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
             f" {problems}. Check these hosts with nvidia-smi, start one rank per GPU"
             f" (--nproc_per_node), exclude the hosts, or use {setting}cpu everywhere"
         )
+
     notes = [
         f"{host.host}, with {host.nvidia_gpus} NVIDIA GPU(s): {host}; TRAINING ON THE CPU, many"
         " times slower. Check nvidia-smi and that this torch is built for its driver, and start one"

@@ -85,11 +85,13 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = ""
         self._ends_at_once = True
+
         self._reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._wake_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._announcer = threading.Thread(target=self._announce, name="signals", daemon=True)
         self._announcer.start()
+
         self._before = {
             number: signal.signal(number, self._handle)
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -102,6 +104,7 @@ class StopSignals:
         number = next((number for number in received if number in self._before), 0)
         if not number or os.environ.get("LOCAL_RANK", "0") != "0":
             return
+
         reaction = "saving after this step, and then ending; a second Ctrl-C ends without saving"
         if self._ends_at_once and number != signal.SIGUSR1:
             reaction = "ending before the first step"
@@ -140,6 +143,7 @@ class StopSignals:
         except Exception as error:
             if isinstance(error, RankLost) or _lost_connection(error):
                 raise
+
             wait_s = 0.0 if isinstance(error, ValueError) else SIGNAL_S
             deadline = time.monotonic() + wait_s
             while not self.received and time.monotonic() < deadline:
@@ -190,6 +194,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except ValueError as error:
         if not _is_ours(error):
             _leave_with_stack()
+
         # Before the ranks connect, all ranks on a host find the same mistake. Only one reports it.
         # Without torchrun, this rank could not notice the report.
         if (
@@ -217,6 +222,7 @@ def leave_world(world: World) -> None:
     """Wait for all ranks, and exit this process with status 0. With a single rank, just return."""
     if world.size == 1:
         return
+
     # The worker threads of gloo race with the interpreter's finalization. A normal exit aborts
     # about a quarter of two-rank runs in torch 2.15 ("terminate called without an active
     # exception"). To prevent the race, wait for all ranks, delete all DDP objects, and skip
@@ -274,10 +280,12 @@ def leave_hung(verdict: HangVerdict) -> NoReturn:
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
     if prefix := flight_recorder.dump():
         message += f"; {prefix}<rank> list the last NCCL collectives (torchfrtrace compares them)"
+
     if rank in verdict.ranks:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frame))
         print(f"stack of rank {rank}:\n{stack}", end="", file=sys.stderr, flush=True)
+
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     reporter = min(set(range(world_size())) - {*verdict.ranks}, default=0)
     is_reporter = is_first if verdict.is_cut_off else rank == reporter
@@ -285,6 +293,7 @@ def leave_hung(verdict: HangVerdict) -> NoReturn:
         print(message, file=sys.stderr, flush=True)
     elif local_world_size() > 1 and not is_first:
         _leave_once_reported()
+
     _report_to_torchrun(message)
     if verdict.is_cut_off and is_first:
         end_launcher_later()
@@ -335,6 +344,7 @@ def _report_to_torchrun(message: str) -> None:
     file = _error_file()
     if file is None:
         return
+
     message = shown(message)
     extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
     hidden = file.with_name(f".{file.name}")
@@ -343,6 +353,7 @@ def _report_to_torchrun(message: str) -> None:
         os.replace(hidden, file)
     except OSError:
         return  # The disk may be full. The message has already been printed.
+
     if local_world_size() > 1:
         time.sleep(REPORTED_S)
 
@@ -418,12 +429,14 @@ def out_of_memory(error: Exception) -> str:
         reason = "out of memory"
     else:
         return ""
+
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if Path(__file__).parents[1] / "data" / "loader.py" in files:
         return (
             f"{reason} while loading a batch. Lower loader.num_workers or data.global_batch_size"
             " (eval.batch_size)"
         )
+
     # The failing code may have attached a note with more specific advice.
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("Lower ")]
     advice = notes[0] if notes else _LOWER
@@ -452,6 +465,7 @@ def _failed_to_compile(error: Exception) -> str:
         return ""
     if os.environ.get(verbose) == "1":
         return ""
+
     lines = str(error).strip().splitlines()
     reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
     return (

@@ -41,6 +41,7 @@ def dump() -> str:
     prefix = os.environ.get(PREFIX)
     if prefix is None or not _uses_nccl():
         return ""
+
     # The call may wait for the CUDA driver, which may hang, too.
     path = Path(f"{prefix}{dist.get_rank()}")
     writer = threading.Thread(target=_write, args=(path,), daemon=True)

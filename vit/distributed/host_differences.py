@@ -75,9 +75,11 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
             ranks_by_value.setdefault(values.get(name, "none"), []).append(rank)
         if len(ranks_by_value) < 2:
             continue
+
         # The other hosts should be changed to the most common value, so list it first.
         most_common = sorted(ranks_by_value.items(), key=lambda pair: -len(pair[1]))
         listed = ", ".join(f"{value} on {places(ranks, hosts)}" for value, ranks in most_common)
+
         remedy = REMEDIES.get(name)
         if remedy is None:
             is_variable = name.startswith(VARIABLES)

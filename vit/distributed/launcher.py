@@ -15,10 +15,12 @@ ENDS_WITHIN_S = 30.0
 much time."""
 ANSWERS_WITHIN_S = 2.0
 """The time that the store on another host may take to answer after torchrun died on this host."""
+
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 """The variables of torchrun that are numbers."""
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 """The variables without which several ranks cannot meet."""
+
 TASKS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -26,6 +28,7 @@ TASKS = {
 }
 """The variables in which launchers store the number of processes, and the number of this process.
 Unlike SLURM_NTASKS, SLURM_STEP_NUM_TASKS is not set in batch scripts and in `salloc`."""
+
 _launcher = 0
 """The process id of the torchrun that started this rank; 0 before `end_with_launcher`."""
 
@@ -62,6 +65,7 @@ def check_variables() -> None:
     numbers = {name: _number(name, 0) for name in NUMBERS if name in os.environ}
     if not numbers:
         _check_alone()
+
     size = numbers.get("WORLD_SIZE", 1)
     missing = [name for name in NEEDED if size > 1 and name not in os.environ]
     if missing or numbers.get("RANK", 0) >= size:
@@ -101,6 +105,7 @@ def took_store_along() -> bool:
     """Return whether torchrun on this host has died and the store no longer answers."""
     if _launcher in (0, os.getppid()):
         return False
+
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     try:
         socket.create_connection(address, ANSWERS_WITHIN_S).close()
@@ -119,11 +124,13 @@ def end_launcher_later() -> None:
     allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "") != allowed or sys.platform != "linux":
         return
+
     parent = os.getppid()
     launcher = os.pidfd_open(parent)  # A process id can be reused, but a pidfd cannot.
     line = Path(f"/proc/{parent}/cmdline").read_bytes()
     if not any(name in line for name in (b"torchrun", b"torch.distributed.run")):
         return  # A scheduler started this rank without torchrun.
+
     if os.fork():
         return
     try:

@@ -63,7 +63,9 @@ __all__ = [
 
 REDUCED_AT_ONCE = 25 * 2**20
 """The gradient bytes that DDP reduces in a single all-reduce (torch's default)."""
+
 _joined: World | None = None
+
 KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 """Environment variables that restrict the CPU instructions of oneDNN and MKL."""
 
@@ -102,12 +104,14 @@ def join_world(
     _set_backends()
     if deterministic:
         make_deterministic()
+
     rank = int(os.environ.get("RANK", "0"))
     size = world_size()
     store: dist.Store | None = None
     # A variable RANK may also be set by hand, but only torchrun sets this one, even for one rank.
     if "TORCHELASTIC_RUN_ID" in os.environ or size > 1:
         end_with_launcher()
+
     if size > 1:
         try:
             store, rank, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
@@ -115,10 +119,12 @@ def join_world(
             raise ValueError(_why_not_met(str(error))) from None
         if may_restart():
             store = part_of_attempt(store, rank, size, limit or COLLECTIVE_TIMEOUT)
+
     own_store = dist.PrefixStore("vit", store) if store is not None else None
     global _joined
     _joined = world = World(rank, size, torch.device("cpu"), own_store)
     world = _agree_on_device(world, device, setting, found or find_devices(), limit)
+
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         # Set the device before the first CUDA call. Otherwise every rank would open a context on
@@ -127,6 +133,7 @@ def join_world(
         # Bind before NCCL's threads and the loader workers start, because they inherit the cores.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
         flight_recorder.start_recording()
+
     if store is not None:
         try:
             dist.init_process_group(
@@ -175,6 +182,7 @@ def _agree_on_device(
     chosen = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if world.size == 1:
         return replace(world, device=chosen)
+
     hosts = tuple(host for host, number in rows for _ in range(number))
     beside = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
     pids = [each["pid"] for each in world.gathered("rank", beside)]
@@ -204,8 +212,10 @@ def _set_backends() -> None:
     # fraction. Users who want speed can set bf16.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+
     # Benchmarking may choose another kernel after a resume, which would change the bits.
     torch.backends.cudnn.benchmark = False
+
     # Augmentation allocates tensors of hundreds of sizes in each step, which would fragment GPU
     # memory without expandable segments. A value set by the user takes precedence.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and _has_nvml():
@@ -236,9 +246,11 @@ def make_deterministic() -> None:
     # torch.compile from choosing kernels by timing.
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
+
     # By default, this mode also fills new memory with a fixed value. That takes time and would only
     # hide reads of uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
     # In deterministic mode, torch rejects matrix products with any other value of this variable.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -271,6 +283,7 @@ def _why_not_met(reason: str) -> str:
             f"MASTER_PORT={port} is in use by another program: choose another, or let torchrun"
             " --standalone find a free one"
         )
+
     first_line = (reason.splitlines() or [""])[0].rstrip(". ")
     return (
         f"rank 0 cannot be reached at {address}:{port} ({first_line}): check that rank 0 runs and"
@@ -290,6 +303,7 @@ def wrap(
     """
     if world.size == 1:
         return model
+
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": sync}
     if world.device.type == "cuda":
         options["device_ids"] = [world.device]
@@ -299,6 +313,7 @@ def wrap(
         parameters = inspect.signature(DistributedDataParallel).parameters
         renamed = "forward_sync_buffers" in parameters  # since torch 2.15
         options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
+
     wrapped = DistributedDataParallel(model, **options)
     if reduces_in_bf16:
         wrapped.register_comm_hook(None, bf16_compress_hook)

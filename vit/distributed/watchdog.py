@@ -97,6 +97,7 @@ class Watch:
         self._world = world
         self._limit_s = limit_s
         self._end = end
+
         self._count = 0
         self._step = 0
         self._doing = "starting"
@@ -111,11 +112,13 @@ class Watch:
         """Start the threads. All ranks must call this, once."""
         if self._world.store is None or self._limit_s is None:
             return
+
         try:
             with self._world.asking_store():
                 store = self._world.store.clone()
         except StoreLost:
             return  # torchrun has exited, but the ranks may still save.
+
         self._answered_at = time.monotonic()
         beat_s = min(self._limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
         for work, arguments in (
@@ -163,6 +166,7 @@ class Watch:
         watched = range(world.size) if world.is_main else range(1)
         seen = {rank: _Seen() for rank in watched if rank != world.rank}
         self._looked_at = time.monotonic()
+
         for number in range(2**62):
             is_last = closed.wait(beat_s if number else 0)
             try:
@@ -175,6 +179,7 @@ class Watch:
                 self._answered_at = time.monotonic()
             except StoreLost:
                 return  # torchrun or the first host has stopped, but the ranks may still save.
+
             if verdict is not None:
                 self._end(verdict)
                 return
@@ -192,9 +197,11 @@ class Watch:
                 self._answered_at += now - looked_at
                 moved_at += now - looked_at
             looked_at = now
+
             if self._count != count:
                 count = self._count
                 moved_at = now
+
             # Rank 0 may still be saving after the store has shut down.
             is_saving = self._is_away and self._world.is_main
             limit_now_s = LONGEST_WAIT.total_seconds() if is_saving else limit_s
@@ -225,6 +232,7 @@ class Watch:
             return HangVerdict(message, tuple(ranks))
         if self._has_outlived_another(store):
             return HangVerdict(json.loads(store.get(ENDED)), ())
+
         self._look(store, seen, limit_s)
         verdict = judge(seen, limit_s, self._looked_at, self._world.host_of)
         if verdict is not None:
@@ -249,11 +257,13 @@ class Watch:
             for each in seen.values():
                 each.heard_at += slept_s
                 each.changed_at += slept_s
+
         keys = {rank: f"beat {rank}" for rank in seen if rank != self._world.rank}
         # `multi_get` would block if a rank has not sent its first beat yet.
         if keys and store.check(list(keys.values())):
             for rank, text in zip(keys, store.multi_get(list(keys.values())), strict=True):
                 seen[rank] = _updated(seen[rank], json.loads(text), now)
+
         if self._world.is_main:
             own = seen.get(self._world.rank, _Seen())
             seen[self._world.rank] = _updated(own, self._beat(own.number + 1), now)
@@ -285,12 +295,14 @@ def judge(
         )
     if len(watching) < len(seen) or len(watching) == 1:
         return None
+
     fewest = min(each.count for each in watching.values())
     behind = [rank for rank, each in watching.items() if each.count == fewest]
     waited_s = now - max(watching[rank].changed_at for rank in behind)
     is_away = any(watching[rank].is_away for rank in behind)
     if waited_s <= (LONGEST_WAIT.total_seconds() if is_away else limit_s):
         return None
+
     if len(behind) == len(watching):
         each = watching[behind[0]]
         return HangVerdict(

@@ -61,9 +61,11 @@ LONGEST_WAIT = timedelta(hours=1)
 """The time that the slowest rank may take to save or load, which is enough for 15 GB at 4 MB/s."""
 BROADCAST_BYTES = 2**26
 """The approximate maximum size of a broadcast of several tensors."""
+
 ENDED = "ended"
 """The key in the store under which a rank announces why it exits, and, with the number of a rank,
 under which this rank does so."""
+
 POLL_S = 0.25
 """The longest interval at which a waiting rank polls the store, with up to 1,024 ranks."""
 LOOKS_PER_S = 4096
@@ -104,6 +106,7 @@ class World:
     """The host name of each rank; () if there is only one rank."""
     joined_s: float = field(default=0.0, compare=False)
     """The time in seconds that it took for all ranks to join."""
+
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     """The process ids, in this process's PID namespace, of the ranks on this host."""
     _has_lost_store: threading.Event = field(
@@ -161,6 +164,7 @@ class World:
         """
         if self.size == 1:
             return
+
         for piece in _in_pieces(tensors):
             # Each broadcast costs a round trip, so send hundreds of tensors in one broadcast.
             sizes = [tensor.numel() for tensor in piece]
@@ -204,6 +208,7 @@ class World:
         """Call `function` on rank 0 and return its result. Other ranks return `shared(result)`."""
         if self.store is None:
             return function()
+
         key = f"broadcast {next(self._sequence)}"
         if self.is_main:
             try:
@@ -213,6 +218,7 @@ class World:
                 raise
             self._post(key, {"result": shared(result)})
             return result
+
         self._wait_until(lambda store: store.check([key]))
         answer = json.loads(self.store.get(key))
         if "problem" in answer:
@@ -245,6 +251,7 @@ class World:
         if self.store is None:
             yield
             return
+
         key = f"fail_together {next(self._sequence)}"
         problem: ValueError | None = None
         try:
@@ -254,12 +261,14 @@ class World:
         except BaseException as error:
             self.announce_end(_message(error))
             raise
+
         has_failed = problem is not None
         main_message = "reported by rank 0" if has_failed and self.is_main else ""
         # If torchrun has exited, the ranks must still save the last step. Only the collective below
         # then synchronizes them.
         with suppress(StoreLost):
             has_failed, main_message = self._exchange(key, problem)
+
         if dist.is_initialized():
             # The store may shut down after answering only some ranks. These ranks would then call a
             # different collective than the other ranks, so all ranks agree in this collective,
@@ -270,6 +279,7 @@ class World:
             has_failed, by_main = (count > 0 for count in self.sum_(flags).tolist())
             if by_main and not main_message:
                 main_message = "reported by rank 0"
+
         if not has_failed:
             return
         if problem is not None and (self.is_main or not main_message):
@@ -290,6 +300,7 @@ class World:
             store.add(key, 1)
             if not self._wait_until(lambda store: store.add(key, 0) >= self.size, LONGEST_WAIT):
                 self._report_missing(key, LONGEST_WAIT)
+
             has_failed = store.add(f"{key} problems", 0) > 0
             return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
 
@@ -308,6 +319,7 @@ class World:
         limit = limit or COLLECTIVE_TIMEOUT
         if self.store is None:
             return [value]
+
         self._post(f"{name} {self.rank}", value)
         if not self.is_main:
             return []
@@ -346,6 +358,7 @@ class World:
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = max(0.001, FIRST_SHARE * self.size / LOOKS_PER_S)
         gone = list[int]()
+
         with self.asking_store():
             while not ready(self.store):
                 if self.store.check([ENDED]):
@@ -355,6 +368,7 @@ class World:
                     raise RankLost(
                         f"{self._names(gone)} ended without a message, so it was probably killed"
                     )
+
                 gone = self.gone()
                 if deadline is not None and time.monotonic() > deadline:
                     return False

@@ -55,6 +55,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     ]
     if arguments["global_pool"] == "token" and not arguments["class_token"]:
         problems.append("global_pool 'token' needs class_token=True: set it, or use 'avg'")
+
     if arguments["dist_token"]:
         problems += [
             f"dist_token, DeiT's second token, {problem}"
@@ -72,19 +73,23 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             }.items()
             if holds
         ]
+
     problems += [
         f"{name} is {arguments[name]}: expected 0 <= rate < 1"
         for name in ("drop_path_rate", "patch_drop_rate")
         if not 0.0 <= arguments[name] < 1.0
     ]
+
     width = int(arguments["embed_dim"] * arguments["mlp_ratio"])
     if arguments["mlp_layer"] == "swiglu_packed" and width % 2:
         problems.append(
             "mlp_layer 'swiglu_packed' splits its hidden layer into two halves: mlp_ratio"
             f" {arguments['mlp_ratio']} must give an even width, not {width}"
         )
+
     problems += _rope_problems(arguments)
     problems += [problem for problem, holds in _without_effect(arguments).items() if holds]
+
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -131,6 +136,7 @@ def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
     head_dim = arguments["head_dim"] or arguments["embed_dim"] // arguments["num_heads"]
     rope_type = arguments["rope_type"]
     patch_drop_rate = arguments["patch_drop_rate"]
+
     return {
         "no_embed_class has no effect without positions (pos_embed 'none'): set it to null": (
             arguments["no_embed_class"] and arguments["pos_embed"] == "none"
@@ -160,6 +166,7 @@ def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
             for name in needs_rope
             if arguments[name] is not None
         ]
+
     problems = []
     head_dim = arguments["head_dim"] or arguments["embed_dim"] // arguments["num_heads"]
     if head_dim % 4:
@@ -167,6 +174,7 @@ def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
             f"rope_type {rope_type!r} rotates pairs of channels by row and by column: head_dim"
             f" must be a multiple of 4, not {head_dim}"
         )
+
     if arguments["rope_reg_temperature"] is not None:
         side = math.isqrt(arguments["reg_tokens"])
         if rope_type != "axial" or side < 2 or side**2 != arguments["reg_tokens"]:

@@ -39,6 +39,7 @@ class Group(nn.Module):
             between.append(x.detach())
             x = block.add_mlp(x, mlp_kept)
             between.append(x.detach())
+
         # Nobody reads these tokens. As results they are stored, so the backward pass reads them.
         # Otherwise the compiler would store each norm's fp32 values for it, which are as large.
         return x, between[:-1] if torch.is_grad_enabled() else []

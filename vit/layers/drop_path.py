@@ -56,6 +56,7 @@ class DropPaths(nn.Module):
         self.rates = [of_block for of_block in of_blocks for _ in range(2)]
         """The rate of each branch, in the order of the blocks."""
         self.form = form
+
         # The rates are a setting that timm's state dicts lack, so the buffer is not persistent.
         self.register_buffer("keep_probs", torch.empty(len(self.rates), 1), persistent=False)
         self.reset_parameters()
@@ -73,6 +74,7 @@ class DropPaths(nn.Module):
             return ()
         if self.form == "subset":
             return choose_rows(x.shape[0], self.rates, x.device)
+
         # Draw in fp32 even under autocast: bf16 has only 128 values in [0.5, 1), too coarse for
         # rate 0.1.
         draws = torch.rand(len(self.rates), x.shape[0], device=x.device)
@@ -128,11 +130,13 @@ class PatchDropout(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if not self.training:
             return x, rope
+
         first = self.num_prefix_tokens
         batch_size, num_tokens, _ = x.shape
         num_patches = num_tokens - first
         num_kept = max(int(num_patches * (1.0 - self.rate)), 1)
         order = torch.rand(batch_size, num_patches, device=x.device).argsort(dim=1)
+
         # Blocks do not depend on the order of patches, so leave them in random order. Prefix tokens
         # remain first, because heads find them by position.
         prefix = torch.arange(first, device=x.device).expand(batch_size, -1)

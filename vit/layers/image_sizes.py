@@ -37,6 +37,7 @@ class AtSize(nn.Module):
         super().__init__()
         self.model_grid = model_grid
         self.rope = None if rope is None else rope.at(grid)
+
         # The backward pass of torch's resize is not deterministic on GPUs, so resample with matrix
         # products. The filter is separable, so one matrix per axis is enough. The matrices follow
         # from the sizes, so they are not in the state dict.
@@ -91,6 +92,7 @@ def take_sizes(model: Any, image_sizes: Iterable[tuple[int, int]]) -> None:
                 f" {model.image_size[0]}x{model.image_size[1]}: set schedule.image_sizes=[], or"
                 " use a model of this project, such as vit_s16"
             )
+
         grid = grid_size(image_size, model.patch_size)
         model.other_sizes.add(image_size, AtSize(grid, model.grid_size, model.rope))
 

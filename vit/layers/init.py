@@ -39,6 +39,7 @@ def undrawn() -> Iterator[None]:
     before = {name: getattr(nn.init, name) for name in _DRAWS}
     for name, draw in before.items():
         setattr(nn.init, name, instead_of(draw))
+
     try:
         yield
     finally:
@@ -88,6 +89,7 @@ def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or module in are_heads:
             continue
+
         num_maps = {"qkv": 3, "kv": 2}.get(name.rpartition(".")[2], 1)
         for weight in module.weight.chunk(num_maps):
             draw = lecun_normal_ if name == "pre_logits.fc" else nn.init.xavier_uniform_

@@ -20,6 +20,7 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
     if dim % 4 or dim < 8:
         needed = "an embed_dim of 8, 12, 16 and so on"
         raise ValueError(f"pos_embed 'sincos2d' needs {needed}, not {dim}")
+
     quarter = dim // 4  # computed in float64 and rounded once at the end
     frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
     rows, columns = (torch.arange(n, dtype=torch.float64) for n in grid_size)
@@ -57,6 +58,7 @@ def resample_posemb(
         )
     if tuple(old_grid) == tuple(new_grid):
         return pos_embed
+
     prefix = pos_embed[:, :num_prefix_tokens]
     image = pos_embed[:, num_prefix_tokens:].float().unflatten(1, tuple(old_grid))
     # A scale factor could round to a different number of positions, so pass the size.
@@ -67,5 +69,6 @@ def resample_posemb(
         align_corners=False,
         antialias=antialias,
     )
+
     positions = image.flatten(2).transpose(1, 2).to(pos_embed.dtype)
     return torch.cat((prefix, positions), dim=1)

@@ -105,11 +105,13 @@ def precision_note(
             " has no bf16 instructions, so bf16 is emulated, which is many times slower and uses"
             f" more memory: set {flag}{separator}fp16"
         )
+
     if device.type != "cpu" or precision not in AUTOCAST_DTYPE:
         return None
     factor = _matmul_s(AUTOCAST_DTYPE[precision]) / _matmul_s(torch.float32)
     if factor < SLOW_PRECISION:
         return None
+
     cpu = torch.backends.cpu.get_cpu_capability()
     return (
         f"this CPU ({cpu}) has no {precision} instructions, so {precision} is emulated: matrix"

@@ -66,6 +66,7 @@ class RotaryEmbedding(nn.Module):
         self.prefix = (class_tokens, reg_tokens)
         self.num_fixed = class_tokens if reg_temperature else class_tokens + reg_tokens
         self.reg_grid = (math.isqrt(reg_tokens),) * 2
+
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
         # A buffer moves to the device with the model. The image size determines it, so, as in timm,
         # it is not in the state dict.
@@ -95,11 +96,13 @@ class RotaryEmbedding(nn.Module):
         if self.reg_temperature:
             places = _grid_places(self.reg_grid, self.reg_grid)
             angles.append(_angles(places, self.reg_temperature, head_dim))
+
         if self.rope_type == "axial":
             places = _grid_places(self.grid_size, self.ref_feat_shape or self.grid_size)
         else:
             places = 2 * math.pi * _centers(self.grid_size)
         angles.append(_angles(places, self.temperature, head_dim))
+
         angle = torch.cat(angles)
         cos = angle.cos()
         sin = angle.sin()

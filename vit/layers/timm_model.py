@@ -30,9 +30,11 @@ def create_timm_model(
         raise ValueError(
             f"model timm/{name} needs timm, which is not installed: pip install timm"
         ) from error
+
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models())
         raise ValueError(f"timm {timm.__version__} has no model {name!r}{hint}")
+
     fields = {"img_size": image_size, "num_classes": num_classes, "in_chans": 3, **fields}
     unknown = list[str]()
     model: Any = None
@@ -53,6 +55,7 @@ def create_timm_model(
             for field in refused:
                 del fields[field]
             unknown += refused
+
     # Convolutional networks accept any image size and have no `img_size` argument.
     if lacking := sorted({*unknown} - {"img_size"}):
         remedy = " ".join(f"model.{field}=null" for field in lacking)
@@ -60,6 +63,7 @@ def create_timm_model(
             f"timm's {name} has no {', '.join(lacking)}: set {remedy}, or remove these settings"
             " from the config"
         )
+
     model.image_size = height_width(image_size, "image_size")
     model.in_chans = fields["in_chans"]
     return model

@@ -56,14 +56,17 @@ class Ema:
         self.every_steps = every_steps
         self.after_steps = after_steps
         self.steps_per_epoch = steps_per_epoch
+
         # Parameters still require gradients, as those of the model, because torch.compile makes
         # another graph for others. `update` and evaluations run without gradients.
         self.module = copy.deepcopy(model).float().eval()
+
         # A frozen parameter never changes, so its copy is already its average.
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)
         trained = [pair for pair in pairs if pair[1].requires_grad]
         self._averaged: list[Tensor] = [averaged for averaged, _ in trained]
         self._followed = [followed for _, followed in trained]
+
         # Buffers outside the state dict are constants, such as drop path rates.
         changing = self.module.state_dict().keys()
         followed = dict(model.named_buffers())
@@ -104,6 +107,7 @@ class Ema:
         """Update the EMA after the model's update at `step`, if an EMA update is due."""
         if self.every_steps > 1 and step % self.steps_per_epoch % self.every_steps:
             return
+
         followed = [parameter.detach() for parameter in self._followed]
         # Launch a few kernels in total, not one for each of about 150 parameters.
         torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))

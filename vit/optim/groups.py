@@ -44,6 +44,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         layers = layer_numbers(model, config.layer_decay_form)
         layer_of = layers.__getitem__
         last = max(layers.values())
+
     is_matrix = _matrices(config.matrices) if isinstance(config, MuonConfig) else None
     groups: dict[tuple[int, bool, bool], list[Tensor]] = {}
     if config.layer_decay is None and is_matrix is None:
@@ -53,11 +54,13 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             uses_muon = is_matrix is not None and is_matrix(name, parameter)
             key = (layer_of(name), uses_muon, not is_exempt(name, parameter))
             groups.setdefault(key, []).append(parameter)
+
     if is_matrix is not None and not any(uses_muon for _, uses_muon, _ in groups):
         raise ValueError(
             f"optim.name={config.name}: the trained parameters contain no matrices for Muon: set"
             " optim.matrices=timm, or use another optim.name"
         )
+
     torch_groups = []
     for (layer, uses_muon, is_decayed), parameters in groups.items():
         decay = config.weight_decay if is_decayed else 0.0
@@ -80,11 +83,13 @@ def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
         named: set[str] = set(getattr(model, "no_weight_decay", set)())
         has_vectors = rule == "timm"
         return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
+
     kinds: tuple[type, ...] = (nn.Linear, nn.modules.conv._ConvNd)
     if rule == "norms":
         # These are torchvision's norms (references/classification/utils.py, set_weight_decay) and
         # RMSNorm. Norms in other libraries have "Norm" in their class name.
         kinds = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
+
     of_kind = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()

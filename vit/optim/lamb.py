@@ -23,10 +23,12 @@ class Lamb(timm.optim.Lamb):
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
                 continue
+
             states = [self.state[p] for p in parameters]
             counts = [state["step"] for state in states]
             torch._foreach_add_(counts, 1)
             beta1, beta2 = group["betas"]
+
             # float32 would keep only four digits of 1 - 0.999, so use float64.
             count = counts[0].double()
             lamb(

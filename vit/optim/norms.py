@@ -48,6 +48,7 @@ class Measured:
             kind: dict(zip(self.layers, values[n * size : (n + 1) * size], strict=True))
             for n, kind in enumerate(KINDS)
         }
+
         weights = norms[WEIGHT]
         updates = norms[UPDATE]
         norms[RATIO] = {name: updates[name] / weights[name] for name in updates if weights[name]}
@@ -67,6 +68,7 @@ class Norms:
     def __init__(self, model: nn.Module, every_steps: int, total_steps: int):
         self.every_steps = every_steps
         self.total_steps = total_steps
+
         names = _layer_names(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Sort by depth, so that the parameters of a layer are next to each other.
@@ -75,6 +77,7 @@ class Norms:
         sizes = Counter(names[name] for name in ordered)
         self.layers = tuple(sizes)
         self._sizes = list(sizes.values())
+
         self._before: list[Tensor] = []
         self._gradients: Tensor | None = None
 
@@ -124,6 +127,7 @@ def _layer_names(model: nn.Module) -> dict[str, str]:
             f"log.norms_every_steps: {type(model).__name__} does not list its layers: set"
             " log.norms_every_steps=null"
         ) from None
+
     last = max(numbers.values())
     ends = {0: "embed", last: "head"} if has_blocks else {}
     block = "blocks.{}" if has_blocks else "layers.{}"

@@ -63,15 +63,18 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
         raise ValueError(
             f"optim.name={config.name} needs timm 1.0.31 or newer ({error}): pip install -U timm"
         ) from error
+
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = kind.new_state(parameter, config, group)
             if state:
                 optimizer.state[parameter].update(state)
+
     if not kind.skips:
         Undo(optimizer, ("step",) if kind.counts_steps else ())
         # GradScaler reads this attribute, which torch's fused optimizers have.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
     # TrainStep sets `found_inf` on the device and calls step() without reading it back. An
     # optimizer that ignores `found_inf` would write NaN into the weights.
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)

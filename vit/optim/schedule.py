@@ -41,9 +41,11 @@ def lr_at(
         return peak_lr * min(time + interval_steps, warmup_steps) / warmup_steps
     if name == "constant":
         return peak_lr
+
     begin = warmup_steps if warmup_prefix else 0
     if name == "wsd":
         begin = end - decay_steps
+
     progress = min(max(time - begin, 0) / max(end - begin, 1), 1.0)
     fraction = 1.0 - progress
     if name == "cosine":

@@ -35,12 +35,14 @@ class Undo:
             for name, value in state.items()
             if isinstance(value, Tensor) and name not in unless_named
         ]
+
         # In floating point, NaN times 0 is NaN, so compute with the bits as integers. Integer sums
         # wrap around, so (old - new) + new equals old in every bit.
         self._live: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             kind = _INTEGERS[tensor.element_size()]
             self._live[kind].append(tensor.view(kind))
+
         self._saved: dict[torch.dtype, tuple[Tensor, ...]] = {}
         optimizer.register_step_pre_hook(self._save)
         optimizer.register_step_post_hook(self._restore)

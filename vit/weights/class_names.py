@@ -32,6 +32,7 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
         return ""
     if loaded.class_names is None:
         return _other_numbers(loaded, names)
+
     model_names = loaded.class_names
     counts = ""
     if num_classes != loaded.num_classes:
@@ -42,12 +43,14 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
         # Equal class counts prove little: any two sets of ten classes have equal counts.
         warning = "the model has class names, but the data do not: labels are compared by number"
         return warning if model_names else ""
+
     differing = [n for n, name in enumerate(names) if [name] != model_names[n : n + 1]]
     if not differing:
         first = (
             f"the data have the first {len(names):,} of the model's {len(model_names):,} classes"
         )
         return "" if len(names) == len(model_names) else first
+
     examples = [
         f"label {n} is {names[n]!r} in the data,"
         f" {repr(model_names[n]) if n < len(model_names) else 'nothing'} in the model"
@@ -60,6 +63,7 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
         meaning = "the accuracy treats these labels as the model's"
     else:
         meaning = "the accuracy is meaningless, unless only the names differ"
+
     return (
         f"the classes of data and model differ: {few(examples, 3)}"
         f" ({'; '.join(filter(None, (agree, counts)))}): {meaning}"
@@ -94,6 +98,7 @@ def imagenet_names() -> dict[str, list[str]]:
         from timm.data import ImageNetInfo
     except ImportError:
         return {}
+
     info = ImageNetInfo("imagenet-1k")
     descriptions = [info.index_to_description(label) for label in range(IMAGENET_CLASSES)]
     return {
@@ -113,6 +118,7 @@ def namings_of(loaded: LoadedWeights, num_rows: int) -> dict[str, list[str]]:
     # This project's weights record their class names, so do not guess.
     if loaded.step is not None or num_rows != IMAGENET_CLASSES:
         return namings
+
     guesses = imagenet_names()
     if not guesses and not own:
         raise WeightsError(
@@ -156,6 +162,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     if not namings or not names:
         subject = f"{loaded.path} has" if names else "the data have"
         raise WeightsError(f"{subject} no class names to select by: labels are only numbers")
+
     remark, model_names = min(namings.items(), key=lambda item: len({*names} - {*item[1]}))
     if missing := [name for name in names if name not in model_names]:
         own = " or ".join(few(naming) for naming in namings.values())
@@ -164,6 +171,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
             f" ({few(missing)}); its classes are {own}: start with a new head by setting"
             " init.reset_head=true"
         )
+
     if doubled := sorted({name for name in names if model_names.count(name) > 1}):
         raise WeightsError(f"{loaded.path} has several classes called {few(doubled)}")
     row_of = {name: row for row, name in enumerate(model_names)}
@@ -173,10 +181,12 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
             f"{loaded.path} has {len(model_names):,} class names, but its head has {num_rows:,}"
             " rows"
         )
+
     for head in (heads[0], "head_dist"):  # DeiT's distillation head
         for name in (f"{head}.weight", f"{head}.bias"):
             if name in weights:
                 weights[name] = weights[name][rows]
+
     note = f"{len(names):,} of {len(model_names):,} classes selected by name{remark}"
     return replace(
         loaded,

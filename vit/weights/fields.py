@@ -51,6 +51,7 @@ VIT_CONFIG = _table(
     },
 )
 """`config.json` of transformers' ViT and ViT-MAE."""
+
 IMAGE_PROCESSOR = _table(
     read="image_processor_type feature_extractor_type size crop_size default_to_square"
     " do_center_crop do_rescale rescale_factor do_normalize image_mean image_std apply_exif",
@@ -66,6 +67,7 @@ IMAGE_PROCESSOR = _table(
     },
 )
 """`preprocessor_config.json` of transformers. Images are always converted to RGB."""
+
 TIMM_CONFIG = _table(
     read="architecture num_classes global_pool model_args pretrained_cfg label_names tag input_size"
     " interpolation crop_pct crop_mode mean std classifier apply_exif",
@@ -101,5 +103,6 @@ def check_fields(
             f"{path}: {'; '.join(refused)}: this project would compute something else, so use the"
             " model in its own program"
         )
+
     unknown = [name for name, rule in rules.items() if rule is None and not name.startswith("_")]
     return [f"{path.name}: unknown fields are not used: {few(unknown)}"] if unknown else []

@@ -80,12 +80,14 @@ def load_weights(
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
     }
+
     head = head_prefixes(model)
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
         source = {name: value for name, value in source.items() if name not in dropped}
         outcome = f"dropped {few(dropped)}" if dropped else "the source has none"
         notes.append(f"the head is new: {outcome}")
+
         # MAE normalizes all tokens in pre-training. In fine-tuning, it pools first and then applies
         # a new norm, which is part of the head (facebookresearch/mae:models_vit.py).
         if not any(name.startswith("fc_norm.") for name in source) and "fc_norm.weight" in target:
@@ -93,6 +95,7 @@ def load_weights(
             dropped = [name for name in source if name.startswith("norm.")]
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
+
     notes += fit_patches(source, target, model)
     if "pos_embed" not in source and "pos_embed" in dict(model.named_buffers()):
         # big_vision computes fixed positions, and does not store them.
@@ -100,6 +103,7 @@ def load_weights(
         notes.append("the source has no positions: the model's fixed ones are kept")
     if "pos_embed" in source and "pos_embed" in target:
         notes += fit_positions(source, target, grid_size(model), grid)
+
     expected = {
         name: value for name, value in target.items() if not (reset_head and name.startswith(head))
     }
@@ -108,6 +112,7 @@ def load_weights(
         if family := family_of(source.keys() - target.keys()):
             problems.insert(0, f"they are probably the weights of {family}")
         raise WeightsError("the weights do not fit the model: " + "; ".join(problems))
+
     model.load_state_dict(source, strict=not reset_head)
     return notes
 
@@ -121,6 +126,7 @@ def _differences(
             f"no name fits: the source has {few([*source])}, but the model {few([*target])}: choose"
             " the model of these weights, or rename them"
         ]
+
     missing = [name for name in target if name not in source]
     unexpected = [name for name in source if name not in target]
     shapes = {
@@ -128,6 +134,7 @@ def _differences(
         for name in source
         if name in target and source[name].shape != target[name].shape
     }
+
     problems = []
     if {"norm.weight", "fc_norm.weight"} <= {*missing, *unexpected}:
         theirs = "avg" if "norm.weight" in missing else "norm_avg, or token"
@@ -138,6 +145,7 @@ def _differences(
             if name.startswith(head) and shape[1:] == target_shape[1:]:
                 reason = f"the source has {shape[0]} classes, but the model has {target_shape[0]}"
         problems.append(f"{reason}: for a new head set init.reset_head=true")
+
     if missing:
         problems.append(f"{len(missing)} missing from the source: {few(missing)}")
     if unexpected:
@@ -163,6 +171,7 @@ def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list
     }
     if not kinds:
         return []
+
     texts = [f"{name} {kind}" for name, kind in kinds.items()]
     return [f"{len(kinds)} are not floating-point numbers ({few(texts)}): convert them"]
 
@@ -189,6 +198,7 @@ class LoadedWeights:
     weights: dict[str, Tensor]
     averaged: bool = False
     """Whether these are averaged weights (EMA)."""
+
     config: dict[str, Any] | None = None
     num_classes: int | None = None
     grid_size: tuple[int, int] | None = None
@@ -196,6 +206,7 @@ class LoadedWeights:
     class_names: list[str] | None = None
     """The names of the training classes; [] if the data had none; None for other programs'
     weights."""
+
     layout: str = ""
     """The program whose parameter names the file uses; "" for timm's names, which this project
     uses."""
@@ -203,6 +214,7 @@ class LoadedWeights:
     """The model name that another program stored with its weights, or ""."""
     options: dict[str, Any] = field(default_factory=dict)
     """The options of its command line that another program stored with its weights."""
+
     notes: tuple[str, ...] = ()
     """One sentence for each choice or omission made during reading."""
     source: dict[str, str] | None = None
@@ -243,6 +255,7 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
 def _find(path: Path) -> Path:
     if not path.is_dir() or (path / INFO_FILE).is_file():
         return path
+
     candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
     candidates = [candidate for candidate in candidates if candidate.exists()]
     for folder in complete_checkpoints(path)[:1]:
@@ -250,11 +263,13 @@ def _find(path: Path) -> Path:
         is_newer = not candidates or _step_of(folder) > _step_of(candidates[0])
         candidates.insert(0 if is_newer else len(candidates), folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
+
     if not candidates and (path / METRICS_FILE).exists():
         raise WeightsError(
             f"{path} has no weights: the run has not saved any yet, or weights/ and checkpoints/"
             " have been removed"
         )
+
     if not candidates:
         # `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
         candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
@@ -331,6 +346,7 @@ def _read(path: Path) -> LoadedWeights:
     """Read a weights file or a checkpoint folder."""
     if path.is_dir():
         return _from_checkpoint(path)
+
     content = read_content(path)
     metadata = content.metadata
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
@@ -351,6 +367,7 @@ def _read(path: Path) -> LoadedWeights:
             },
             notes=(*content.notes, *notes, *dropped, *network_notes(settings)),
         )
+
     try:
         return _with_facts(
             LoadedWeights(path, content.tensors, averaged=bool(json.loads(metadata["averaged"]))),
@@ -382,6 +399,7 @@ def _stated_grid(
             made_with = content.get("model_args") or content.get("model_kwargs") or {}
             size = made_with.get("img_size") or content.get("image_size") or content.get("img_size")
             size = size or (content.get("pretrained_cfg") or content)["input_size"]
+
             sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
             patch = weights["patch_embed.proj.weight"].shape[2:]
             grid = sides[0] // patch[0], sides[1] // patch[1]
@@ -413,6 +431,7 @@ def _with_facts(
     )
     if not (names_fit and grid_fits and isinstance(config, dict) and num_classes > 0):
         raise ValueError("the metadata of the weights are damaged")
+
     return replace(
         loaded,
         config=config,
@@ -439,9 +458,11 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
         raise WeightsError(str(error)) from None
     except (ValueError, KeyError, TypeError):
         raise WeightsError(f"{folder}: {INFO_FILE} is damaged") from None
+
     tensors: dict[str, Tensor] = {}
     for name in info["files"]:
         tensors |= read_content(folder / name).tensors
+
     averaged = any(name.startswith("ema.") for name in tensors)
     prefix = "ema." if averaged else "model."
     weights = {

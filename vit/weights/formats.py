@@ -110,17 +110,20 @@ def read_content(path: str | os.PathLike[str]) -> Content:
             )
         with path.open("rb") as file:
             head = file.read(64)
+
     if path.name.endswith(".index.json"):
         return _open_parts(path)
     opened, metadata = _open(path, head)
     notes: list[str] = []
     tensors = renamed(_unpack(opened, path, notes), _without_wrappers, path)
+
     # It is not a weight. A class around the average prefixes this name as well.
     for name in [name for name in tensors if name.rpartition(".")[2] == "n_averaged"]:
         num_averaged = int(tensors.pop(name))
         notes.append(
             f"the average of {num_averaged:,} updates (torch.optim.swa_utils.AveragedModel)"
         )
+
     args = opened.get("args")
     options = vars(args) if isinstance(args, argparse.Namespace) else args
     options = options if isinstance(options, dict) else {}
@@ -143,6 +146,7 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
         return _open_safetensors(path)
     if head.startswith(b"PK"):
         return _open_zip(path), {}
+
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     # A pickle may begin with any byte, but torch.save always writes the protocol first.
     if not head.startswith(b"\x80"):
@@ -159,6 +163,7 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
                 f" {KINDS}"
             )
         raise WeightsError(f"{path} is not a checkpoint but {kind}")
+
     # the format of torch before version 1.6, in a pickle whose second byte is its protocol
     return _open_torch(path, mapped=False, protocol=int.from_bytes(head[1:2])), {}
 
@@ -172,6 +177,7 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise WeightsError(
             f"{path} is truncated or not a safetensors file ({error}): copy it again"
         ) from error
+
     if not is_intact(path, metadata):
         raise WeightsError(
             f"{path}: its content does not match the sha256 in its metadata: copy it again or use"
@@ -192,6 +198,7 @@ def _open_zip(path: Path) -> Any:
             f"{path} is truncated or not a checkpoint (a zip without its table of contents): copy"
             " it again"
         ) from None
+
     if names and all(name.endswith(".npy") for name in names):
         return _open_npz(path)
     if any(name.endswith("/constants.pkl") for name in names):
@@ -220,6 +227,7 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
         ) from error
     except (zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
         raise WeightsError(f"{path} is truncated or damaged ({error}): copy it again") from error
+
     tensors = {}
     for name, array in arrays.items():
         if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16 in files from JAX
@@ -262,12 +270,14 @@ def _open_torch(path: Path, mapped: bool, protocol: int = 2) -> Any:
                 " which can run code: if you trust it, open it with"
                 " torch.load(weights_only=False) and save only its state dict"
             ) from error
+
         if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
             raise WeightsError(
                 f"{path} is refused, because it is a pickle of protocol {protocol}, which can run"
                 " code: if you trust it, open it with Python's pickle and save its tensors with"
                 " torch.save or as safetensors"
             ) from error
+
         # Keep only the first sentence of torch's message, because the rest is for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
         if isinstance(error, pickle.UnpicklingError):
@@ -287,6 +297,7 @@ def _open_parts(index: Path) -> Content:
         outside = [file for file in files if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise WeightsError(f"{index} is not an index of sharded weights: copy it again") from None
+
     if outside:
         raise WeightsError(
             f"{index} is refused, because it lists files outside its folder ({few(outside)})"
@@ -295,6 +306,7 @@ def _open_parts(index: Path) -> Content:
         raise WeightsError(
             f"{index} lists {len(files)} parts, but {few(missing)} are missing: copy them"
         )
+
     parts = [read_content(index.parent / file) for file in files]
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     if missing := [name for name in file_of if name not in tensors]:
@@ -302,6 +314,7 @@ def _open_parts(index: Path) -> Content:
             f"{index} lists {len(file_of)} weights, but its parts do not contain {few(missing)}:"
             " copy the index and the parts again"
         )
+
     notes = [f"read from {len(files)} parts", *(note for part in parts for note in part.notes)]
     return Content(tensors, parts[0].metadata, notes)
 
@@ -317,10 +330,12 @@ def _unpack(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
         if ignored := [name for name in dict.fromkeys(known + others) if name != keys[0]]:
             notes.append(f"{keys[0]} is used, {few(ignored)} in the same file is ignored")
         content = content[keys[0]]
+
     under = "under state_dict or model"
     if not isinstance(content, dict) or not content:
         kind = "nothing" if content == {} else f"a {type(content).__name__}"
         raise WeightsError(f"{path} contains {kind}: expected a state dict, or one {under}")
+
     non_tensors = [
         f"{name} ({type(value).__name__})"
         for name, value in content.items()

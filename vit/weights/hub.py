@@ -26,6 +26,7 @@ WEIGHTS_FILES = ("model.safetensors", "model.safetensors.index.json")
 """The supported weights files. A repository must have one of them."""
 FETCHED = (*WEIGHTS_FILES, "model-*-of-*.safetensors", "config.json", "preprocessor_config.json")
 """The patterns of the files to download."""
+
 _NAME = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _LICENSE = re.compile(r"[\w.+-]{1,60}")
 """Matches valid license names. Names from the hub are untrusted, but are printed and written to
@@ -68,6 +69,7 @@ def fetch(name: str) -> HubCopy:
         raise WeightsError(
             f"{name} is not a name on the hub: use hf-hub:OWNER/REPO, or timm/NAME.TAG"
         )
+
     repository = parts[1]
     try:
         from huggingface_hub import constants, errors, snapshot_download
@@ -76,6 +78,7 @@ def fetch(name: str) -> HubCopy:
             f"{name} is on the Hugging Face hub, but huggingface_hub is not installed: pip install"
             " huggingface_hub"
         ) from None
+
     hub = constants.ENDPOINT
     try:
         folder = Path(
@@ -107,12 +110,14 @@ def fetch(name: str) -> HubCopy:
             f" {repository} --local-dir DIR` on a machine with access and pass DIR instead of the"
             " name (init.checkpoint=DIR), or set HF_HOME to a cache with this repository"
         ) from None
+
     if not any((folder / name).exists() for name in WEIGHTS_FILES):
         raise WeightsError(
             f"{name}: {repository} has no model.safetensors, and pickles are not fetched because"
             " they can run code: use another copy of the model, such as timm's"
             " (https://huggingface.co/timm)"
         )
+
     source = {"repository": repository, "commit": folder.name}
     return HubCopy(folder, source | _license(repository, folder.name))
 

@@ -133,6 +133,7 @@ def _huggingface() -> WeightsLayout:
     block = "vit.encoder.layer.{n}"
     attention = f"{block}.attention"
     qkv = tuple(f"{attention}.attention.{name}.{{p}}" for name in ("query", "key", "value"))
+
     return WeightsLayout(
         "huggingface",
         "vit.encoder.layer.",
@@ -170,6 +171,7 @@ def _npz() -> WeightsLayout:
     attention = f"{block}/MultiHeadDotProductAttention_1"
     kernels = tuple(f"{attention}/{name}/kernel" for name in ("query", "key", "value"))
     biases = tuple(f"{attention}/{name}/bias" for name in ("query", "key", "value"))
+
     rows = {
         "cls_token": LayoutRow(("cls",)),
         "pos_embed": LayoutRow(("Transformer/posembed_input/pos_embedding",)),
@@ -180,6 +182,7 @@ def _npz() -> WeightsLayout:
         "blocks.{n}.attn.proj.weight": LayoutRow((f"{attention}/out/kernel",), "from_heads"),
         "blocks.{n}.attn.proj.bias": LayoutRow((f"{attention}/out/bias",)),
     }
+
     linear = {
         "blocks.{n}.mlp.fc1": f"{block}/MlpBlock_3/Dense_0",
         "blocks.{n}.mlp.fc2": f"{block}/MlpBlock_3/Dense_1",
@@ -191,12 +194,14 @@ def _npz() -> WeightsLayout:
         "blocks.{n}.norm2": f"{block}/LayerNorm_2",
         "norm": "Transformer/encoder_norm",
     }
+
     for ours, theirs in linear.items():
         rows[f"{ours}.weight"] = LayoutRow((f"{theirs}/kernel",), "linear")
         rows[f"{ours}.bias"] = LayoutRow((f"{theirs}/bias",))
     for ours, theirs in norms.items():
         rows[f"{ours}.weight"] = LayoutRow((f"{theirs}/scale",))
         rows[f"{ours}.bias"] = LayoutRow((f"{theirs}/bias",))
+
     return WeightsLayout(
         "npz",
         "Transformer/encoderblock_",
@@ -252,6 +257,7 @@ _MAE = WeightsLayout(
     "mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token")
 )
 """The layout of MAE's pre-training weights: timm's names and a decoder."""
+
 _DINOV2 = WeightsLayout(
     "dinov2",
     "blocks.",
@@ -265,6 +271,7 @@ _DINOV2 = WeightsLayout(
     ),
 )
 """The layout of DINOv2's backbones: timm's names and a mask token."""
+
 _DINO = WeightsLayout(
     "dino",
     "blocks.",
@@ -273,6 +280,7 @@ _DINO = WeightsLayout(
     dropped=("head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "mask_token"),
 )
 """The layout of DINO's training: timm's names and projection heads."""
+
 LAYOUTS = {
     layout.name: layout
     for layout in (_torchvision(), _huggingface(), _npz(), _mmpretrain(), _MAE, _DINO, _DINOV2)
@@ -318,6 +326,7 @@ def without_prefix(
     prefixes = sorted({match["prefix"] for match in found if match})
     if not prefixes or "" in prefixes:
         return dict(tensors), []
+
     chosen = [
         each
         for each in prefixes
@@ -327,6 +336,7 @@ def without_prefix(
         raise WeightsError(
             f"{path} contains {len(prefixes)} networks ({few(prefixes)}): save only one of them"
         )
+
     [prefix] = chosen
     others = tuple(each for each in prefixes if each != prefix)
     own = {
@@ -367,11 +377,13 @@ def to_ours(
         for pattern, current in layout.other_names:
             name = re.sub(pattern, current, name)
         source |= _one_of_each_block(name, tensor)
+
     ours: dict[str, Tensor] = {}
     for name, row in _each(layout, source, layout.block):
         if all(theirs in source for theirs in row.theirs):
             pieces = [TURNS[row.turn].back(source.pop(theirs)) for theirs in row.theirs]
             ours[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
     dropped = [name for name in source if layout.dropped and name.startswith(layout.dropped)]
     notes = [f"dropped, not used for classification: {few(dropped)}"] if dropped else []
     return ours | {name: source[name] for name in source if name not in dropped}, notes

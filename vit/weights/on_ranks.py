@@ -21,6 +21,7 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
     """
     if world.size == 1:
         return read()
+
     loaded = world.on_main(read)
     described = world.broadcast_from_main(lambda: {} if loaded is None else _describe(loaded))
     if loaded is None:

@@ -26,6 +26,7 @@ def fit_patches(source: dict[str, Tensor], target: Mapping[str, Tensor], model: 
     name = f"{first}.weight"
     if [weights[name].ndim for weights in (source, target) if name in weights] != [4, 4]:
         return []
+
     weight, (_, channels, *new) = source[name], target[name].shape
     old = list(weight.shape[2:])
     notes = []
@@ -38,6 +39,7 @@ def fit_patches(source: dict[str, Tensor], target: Mapping[str, Tensor], model: 
         ).flatten(1)
         weight = (weight.float().flatten(2) @ torch.linalg.pinv(resize.T)).unflatten(2, new)
         notes.append(f"patches resampled from {old[0]}x{old[1]} to {new[0]}x{new[1]} (FlexiViT)")
+
     if (weight.shape[1], channels) == (3, 1):
         weight = weight.float().sum(1, keepdim=True)
         notes.append("the filters of the three colors are added for gray images")

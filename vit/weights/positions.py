@@ -56,6 +56,7 @@ def readings(
     tokens = {} if own else _prefix_tokens(source, target)
     # In DINOv2's own files, registers have no positions, but the class token has one.
     prefixes = (own, *reversed(_last_positions(tokens).values()), 0)
+
     found = [
         PositionReading(grid, prefix)
         for prefix in prefixes
@@ -92,6 +93,7 @@ def fit_positions(
     fits = positions.ndim == 3 and positions.shape[0] == 1 and positions.shape[2] == shape[2]
     if new_grid is None or not fits:
         return []  # `load_weights` reports the different shapes.
+
     own = shape[1] - math.prod(new_grid)
     tokens = _prefix_tokens(source, target)
     possible = readings(source, target, new_grid, grid)
@@ -99,6 +101,7 @@ def fit_positions(
         return []  # `load_weights` reports the tokens.
     if not possible:
         raise WeightsError(_unfit(positions.shape[1], grid))
+
     (old_grid, num_prefix), *others = possible
     notes = []
     if others:
@@ -106,6 +109,7 @@ def fit_positions(
             f"nothing states the grid of the source's {positions.shape[1]} positions: read as"
             f" {possible[0]}, but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
         )
+
     if num_prefix > own:
         for name in (n for n, last in _last_positions(tokens).items() if last <= num_prefix):
             of_token, positions = positions.tensor_split([tokens[name].shape[1]], dim=1)
@@ -118,6 +122,7 @@ def fit_positions(
         zeros = positions.new_zeros(1, own, shape[2])
         positions = torch.cat((zeros, positions), dim=1)
         notes.append(f"the source has no positions for the {_prefix(own)}: zeros are used")
+
     if old_grid != tuple(new_grid):
         notes.append(
             f"positions resampled from {old_grid[0]}x{old_grid[1]} to {new_grid[0]}x{new_grid[1]}"

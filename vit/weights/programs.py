@@ -51,6 +51,7 @@ class View:
         view = config.eval
         data = config.data
         channels = config.model.in_chans  # A single mean or std applies to all channels.
+
         return cls(
             size=(height, width),
             cover=(int(height / view.crop_pct), int(width / view.crop_pct)),
@@ -75,10 +76,12 @@ class View:
                 f"Resize it, keeping its aspect ratio, to cover {self.cover[0]}x{self.cover[1]}"
                 f" ({method})"
             )
+
         turned = "Rotate the image by its EXIF orientation. " if self.apply_exif else ""
         colors = "RGB" if len(self.mean) == 3 else "grayscale"
         mean = ", ".join(f"{value:g}" for value in self.mean)
         std = ", ".join(f"{value:g}" for value in self.std)
+
         return (
             f"{turned}Read the image as {colors}. {resized}. Crop the center of"
             f" {height}x{width} (height x width). Divide by 255, subtract the mean ({mean}), divide"
@@ -104,6 +107,7 @@ class View:
 
 
 PROGRAMS = ("timm", "torchvision", "huggingface", "onnx", "npz")
+
 KNOWN_FIELDS = {
     "name",
     "image_size",
@@ -129,6 +133,7 @@ KNOWN_FIELDS = {
 }
 """The `ModelConfig` fields that the tables below cover. Fields that end in `_rate` affect only
 training."""
+
 FEATURES = {
     "guest": "a model from timm (model.name=timm/...)",
     "no_class_token": "no class token (model.class_token=false)",
@@ -146,6 +151,7 @@ FEATURES = {
     "center_not_square": "a center crop of images that are not square",
     "gray": "grayscale images (model.in_chans=1)",
 }
+
 LACKS = {
     "timm": {"representation", "gated"},
     "torchvision": {*FEATURES} - {"representation", "center_not_square"},
@@ -200,6 +206,7 @@ def lacking(program: str, config: Config) -> list[str]:
     height, width = model.height_width()
     patch = model.patch_size
     rectangular = height != width or (isinstance(patch, tuple) and patch[0] != patch[1])
+
     has = {
         "guest": model.name.startswith("timm/"),
         "no_class_token": model.class_token is False,
@@ -217,6 +224,7 @@ def lacking(program: str, config: Config) -> list[str]:
         "center_not_square": height != width and not squash,
         "gray": model.in_chans == 1,
     }
+
     obstacles = [text for name, text in FEATURES.items() if has[name] and name in LACKS[program]]
     if program != "onnx":
         theirs = _TIMM_PARTS if program == "timm" else set[str]()
@@ -256,10 +264,12 @@ def timm_config(subject: ProgramModel) -> dict[str, Any]:
         "std": list(view.std),
         "num_classes": subject.num_classes,
     }
+
     own = getattr(subject.model, "pretrained_cfg", None)  # timm's models name their layers
     head = ["head", "head_dist"] if config.model.dist_token else "head"
     for key, value in (("first_conv", "patch_embed.proj"), ("classifier", head)):
         settings[key] = own.get(key) if own else value
+
     content = {
         "architecture": name,
         "num_classes": subject.num_classes,
@@ -284,10 +294,12 @@ def _timm_arguments(subject: ProgramModel) -> tuple[str, dict[str, Any]]:
         {"global_pool": "avg", "fc_norm": False} if section.global_pool == "norm_avg" else {}
     )
     arguments |= {"act_layer": "gelu_tanh"} if section.mlp_layer == "mlp_tanh" else {}
+
     if section.name.startswith("timm/"):
         name = section.name.removeprefix("timm/")
         sized = {"img_size": list(model.image_size)} if hasattr(model, "patch_embed") else {}
         return name, sized | arguments
+
     sizes = {ours: theirs for theirs, ours in SIZES.items()}
     size = sizes.get(section.name.removeprefix("vit_").rstrip("0123456789"), "")
     name = f"vit_{size}_patch{model.patch_size[0]}_224"
@@ -295,6 +307,7 @@ def _timm_arguments(subject: ProgramModel) -> tuple[str, dict[str, Any]]:
     if section.dist_token:
         name = f"deit_{size}_distilled_patch16_224"
         timm_names = _TIMM_DISTILLED
+
     # timm may change its defaults, so state even the arguments that the name implies.
     preset = PRESETS[re.sub(r"^vit_|\d+$", "", section.name)]
     arguments = {key: value for key, value in preset.items() if key == "mlp_ratio"} | arguments
@@ -325,6 +338,7 @@ _TIMM_ARGUMENTS = {
     *_TIMM_PARTS,
 }
 """The `ModelConfig` fields that timm's ViT accepts as arguments of the same name."""
+
 _TIMM_NAMES: tuple[str, ...] = (
     "vit_base_patch16_224",
     "vit_base_patch32_224",
@@ -347,6 +361,7 @@ def huggingface_configs(subject: ProgramModel) -> dict[str, dict[str, Any]]:
     patch = model.patch_size
     is_tanh = subject.config.model.mlp_layer == "mlp_tanh"
     names = subject.labels or [f"LABEL_{n}" for n in range(subject.num_classes)]
+
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
@@ -366,6 +381,7 @@ def huggingface_configs(subject: ProgramModel) -> dict[str, dict[str, Any]]:
         "label2id": {name: n for n, name in enumerate(names)},
         "dtype": "float32",
     }
+
     height, width = view.size
     cover_h, cover_w = view.cover
     # ViT's image processor can only squash. CLIP's can crop the center, and works with any model.
@@ -386,6 +402,7 @@ def huggingface_configs(subject: ProgramModel) -> dict[str, dict[str, Any]]:
         "image_std": list(view.std),
         **_exif_entry(view),
     }
+
     return {"config.json": config, "preprocessor_config.json": processor}
 
 

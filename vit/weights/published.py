@@ -74,10 +74,12 @@ def identify(
     options = options or {}
     if name is not None:
         return _by_program(name, options) or _by_name(name, or_defaults=True)
+
     file = find_weights(path)
     settings = file.parent / "config.json"
     if settings.is_file() and (model := _by_settings(settings)):
         return model
+
     overrides = {key: options[key] for key in TIMM_OPTIONS if key in options}
     model = _by_program(arch, options) or (_from_timm(arch, overrides) if overrides else None)
     with suppress(ValueError):  # `arch` may be another program's name or a Python class.
@@ -101,12 +103,14 @@ def _by_program(name: str, options: Mapping[str, Any]) -> KnownModel | None:
     match = re.fullmatch(_PROGRAM_NAMES, name)
     if match is None:
         return None
+
     size, patch = match[3], match["patch"] or {"h": "14"}.get(match[3], "16")
     is_torchvision = match[4] == "_"
     side = options.get("val_crop_size" if is_torchvision else "input_size", 224)
     crop_pct = 224 / 256 if side <= 224 else 1.0
     if is_torchvision:
         crop_pct = crop_pct_of((side,) * 2, (options.get("val_resize_size", 256),) * 2)
+
     return KnownModel(
         name,
         {"name": f"vit_{size}{patch}"},
@@ -128,10 +132,12 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     ]
     if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
         return rows[0]
+
     if or_defaults and (model := _from_timm(name)):
         tag = model.name.partition(".")[2]
         note = f"; {full_name} has no tag, so timm's default {tag} determines the settings"
         return replace(model, source=model.source + (note if tag and "." not in name else ""))
+
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(
@@ -156,6 +162,7 @@ def _by_settings(path: Path) -> KnownModel | None:
         return None
     if "architecture" not in content:
         return from_transformers(content, path)
+
     architecture = content["architecture"]
     settings = content.get("pretrained_cfg") or content
     notes = check_fields({**content, **settings}, TIMM_CONFIG, path)
@@ -164,12 +171,14 @@ def _by_settings(path: Path) -> KnownModel | None:
         made_with = {"global_pool": "avg", **made_with}
     model = _from_settings(architecture, settings.get("tag"), settings, made_with, str(path))
     row = next((row for row in KNOWN if row.name == model.name), None)
+
     if (
         row
         and content.get("num_classes", 1000) == 1000
         and replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == model
     ):
         return row
+
     model = replace(model, apply_exif=content.get("apply_exif") is True, notes=tuple(notes))
     # If the config sets sizes, the architecture's name does not identify the model.
     if {"embed_dim", "depth"} & made_with.keys():
@@ -182,12 +191,14 @@ def _by_file_name(file: Path) -> KnownModel:
     for row in (*KNOWN, *BIG_VISION):
         if file.name in row.files:
             return row
+
     texts = [file.name]
     # The folder is the user's folder, or models--timm--NAME/snapshots/HASH in the hub's cache.
     if file.name in (*HUB_FILES, *PARTS_FILES):
         texts += [
             folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]
         ]
+
     architectures = [row.name.partition(".")[0] for row in KNOWN]
     for text in texts:
         if full := _longest_prefix(text, [row.name for row in KNOWN]):
@@ -201,6 +212,7 @@ def _by_file_name(file: Path) -> KnownModel:
         if architecture := _longest_prefix(text, architectures):
             return _by_name(architecture)
     # Similar names would not help, because such models seldom have the same shapes.
+
     raise ValueError(
         f"{file}: neither its name nor a config.json next to it identifies the model: pass its timm"
         " name with --model NAME"
@@ -300,6 +312,7 @@ def _from_settings(
     name = f"{architecture}.{tag}" if tag else architecture
     model = own_model(architecture) or {"name": f"timm/{architecture}"}
     made_with = in_our_terms(made_with) if own_model(architecture) else made_with
+
     unknown = [key for key in made_with if key not in _MADE_WITH and not key.endswith("_rate")]
     problems = [f"its model was created with {', '.join(unknown)}"] if unknown else []
     if interpolation not in ("bilinear", "bicubic"):
@@ -308,12 +321,14 @@ def _from_settings(
         raise ValueError(
             f"{name} ({origin}): {' and '.join(problems)}, which this project does not support"
         )
+
     fields = {
         ours: made_with[key]
         for key, ours in _MADE_WITH.items()
         if ours and made_with.get(key) is not None
     }
     size = fields.pop("image_size", (height, width))
+
     # timm's settings may repeat the architecture's default pooling. Only timm's own models have
     # other kinds of pooling, which they set themselves.
     if fields.get("global_pool") not in (
@@ -321,6 +336,7 @@ def _from_settings(
     ):
         fields.pop("global_pool", None)
     model |= fields | ({"in_chans": channels} if channels != 3 else {})
+
     mode = settings.get("crop_mode") or "center"
     classifier = settings.get("classifier") or "head"
     border = f"; timm evaluates it with crop_mode={mode!r}, this project crops the center"
@@ -357,6 +373,7 @@ def to_config(
     """
     height, width = model.image_size
     size = height if height == width else [height, width]
+
     values = {
         "model": {**model.model, "image_size": size, "num_classes": num_classes or None},
         "data": {
@@ -400,11 +417,13 @@ def with_published_config(
             f"{loaded.path} is {model.name}, trained by another program: pass the shards to"
             " evaluate on with --data ROOT"
         )
+
     if "fc_norm.weight" in loaded.weights and not model.model["name"].startswith("timm/"):
         model = replace(model, model={"global_pool": "avg", **model.model})
     head = loaded.weights.get(f"{model.head}.weight")
     if head is None and family and not model.model["name"].startswith("timm/"):
         raise ValueError(_unsupported_family(loaded.path, family))
+
     num_classes = 0 if head is None else head.shape[0]
     if model.not_softmax or num_classes == 1:
         reason = model.not_softmax or "its head has one output, whose softmax is always 100 %"
@@ -412,6 +431,7 @@ def with_published_config(
             f"{loaded.path}: {reason}: use the model in its own program, or fine-tune it"
             " (init.checkpoint, init.reset_head)"
         )
+
     if name is None and loaded.grid_size is not None:
         patch = loaded.weights["patch_embed.proj.weight"].shape[2:]
         if loaded.grid_size != tuple(map(floordiv, model.image_size, patch)):
@@ -423,6 +443,7 @@ def with_published_config(
     if num_classes != 1000 and model.top1 is not None:
         source = f"{NO_NUMBER} for {num_classes} classes" if num_classes else NO_NUMBER
         model = replace(model, top1=None, top5=None, source=source)
+
     names = class_names_in(loaded.path.with_name("config.json"), num_classes)
     evaluated = replace(
         loaded,
@@ -446,6 +467,7 @@ def normalization_notes(loaded: LoadedWeights, data: DataConfig, in_chans: int =
         theirs = config_io.from_dict(trained, str(loaded.path)).data
     except ValueError:  # The model is unknown, or only its evaluation is unsupported.
         return []
+
     mean, std = (
         [round(fmean(values), 4)] if in_chans == 1 else [*values]
         for values in (theirs.mean, theirs.std)
@@ -458,6 +480,7 @@ def normalization_notes(loaded: LoadedWeights, data: DataConfig, in_chans: int =
     ]
     if max(differences) < 0.5 / 255:  # half a level of 8-bit colors
         return []
+
     return [
         f"the weights were trained with mean {mean} and std {std}, but this config has mean"
         f' {[*data.mean]} and std {[*data.std]}: set "data.mean={mean}" "data.std={std}"'
@@ -488,8 +511,10 @@ def describe_published(
             f"; the data have {num_classes} classes, but the model has {head_classes}: labels are"
             " compared by number"
         )
+
     if model.top1 is None or model.top5 is None:
         return f"{model.name}: {model.source}{counts}"
+
     right1, right5 = (round(top / 100 * VAL_IMAGES) for top in (model.top1, model.top5))
     line = (
         f"{model.name}: top-1 {model.top1:.2f} % ({right1}), top-5 {model.top5:.2f} % ({right5})"

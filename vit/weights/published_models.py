@@ -11,9 +11,11 @@ from vit.layers.presets import SIZES
 Channels = tuple[float, float, float]
 IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF: tuple[Channels, Channels] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+
 TIMM = "huggingface/pytorch-image-models@4e5207c7:results/results-imagenet.csv"
 TORCHVISION = "pytorch/vision@f1228151:torchvision/models/vision_transformer.py"
 MAE = "facebookresearch/mae@efb2a806:FINETUNE.md"
+
 VAL_IMAGES = 50_000
 """The size of the ILSVRC2012 validation set, on which all accuracies in `KNOWN` were measured."""
 NO_NUMBER = "no published accuracy known"
@@ -28,6 +30,7 @@ class KnownModel:
     model: dict[str, Any]
     """The config's `model` section without image size and classes. Its name is `timm/<name>` if
     this project has no equivalent model."""
+
     image_size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -39,11 +42,13 @@ class KnownModel:
     """timm's crop mode: `center`, or `squash`, which changes the aspect ratio."""
     apply_exif: bool = False
     """Whether to rotate images by their EXIF orientation. Only this project's exports set it."""
+
     top1: float | None = None
     top5: float | None = None
     """`top1` and `top5` in percent on the 50,000 ILSVRC2012 validation images; None if unknown."""
     source: str = NO_NUMBER
     """The publication that reports `top1` and `top5`, or the reason why they are missing."""
+
     files: tuple[str, ...] = ()
     head: str = "head"
     """The name of the classifier layer, whose weight has one row per class."""
@@ -64,6 +69,7 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     )
     if match is None or (match[2] == "medium" and match[1] != "deit3"):
         return None
+
     fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[4]}"}
     if match[3]:
         fields["dist_token"] = True
@@ -108,6 +114,7 @@ deit3_large_patch16_384.fb_in1k            1.0 85.820 97.602 deit_3_large_384_1k
 deit3_huge_patch14_224.fb_in1k             0.9 85.204 97.364 deit_3_huge_224_1k.pth
 deit3_huge_patch14_224.fb_in22k_ft_in1k    1.0 87.180 98.264 deit_3_huge_224_21k_v1.pth
 """
+
 # File, model, input side, resized side, interpolation, top-1, top-5. MAE's util/datasets.py and
 # torchvision's presets.py use ImageNet's mean and standard deviation. MAE's models_vit.py averages
 # the patches before the norm.
@@ -156,6 +163,7 @@ def _read_timm_row(row: str) -> KnownModel:
     name, crop_pct, top1, top5, *files = row.split()
     architecture = name.partition(".")[0]
     side = int(architecture.rpartition("_")[2])
+
     return KnownModel(
         name,
         own_model(architecture) or {},
@@ -173,6 +181,7 @@ def _read_other_row(row: str) -> KnownModel:
     file, model, side, resized, interpolation, top1, top5 = row.split()
     is_mae = file.startswith("mae_")
     stem = file.removesuffix(".pth").partition("-")[0]
+
     return KnownModel(
         stem if is_mae else f"torchvision_{stem}",
         {"name": model, "global_pool": "avg"} if is_mae else {"name": model},

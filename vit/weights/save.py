@@ -43,6 +43,7 @@ def is_intact(path: Path, metadata: Mapping[str, str]) -> bool:
     seal = metadata.get(SEAL)
     if seal is None:
         return True
+
     with path.open("rb", buffering=0) as file:
         size = file.read(8)
         header = size + file.read(int.from_bytes(size, "little"))
@@ -60,6 +61,7 @@ HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 """The names of single weights files in Hugging Face folders."""
 ALIGNMENT = 8
 """The alignment of the data in bytes, so that tensors of any dtype can be memory-mapped."""
+
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -104,6 +106,7 @@ def save_weights(
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     sealable = {**metadata, SEAL: UNSEALED} if is_sealed else metadata
     header = _header({name: tensors[name] for name in names}, sealable)
+
     digest = hashlib.sha256(header)
     num_bytes = len(header)
     try:
@@ -123,6 +126,7 @@ def save_weights(
         flush(path.parent)
     except OSError as error:
         raise cannot_write(path, error) from error
+
     return Written(num_bytes, digest.hexdigest())
 
 
@@ -138,6 +142,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     """Return the bytes that precede the data, which are stored in the order of `tensors`."""
     if not all(isinstance(value, str) for value in metadata.values()):
         raise TypeError(f"metadata {metadata}: expected strings")
+
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -149,6 +154,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
         end += tensor.nbytes
         shape = list(tensor.shape)
         entries[name] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -20,6 +20,7 @@ _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (128
 """Maps (hidden_size, num_hidden_layers) to the letter of the size."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Maps Pillow's resampling constants to interpolation methods."""
+
 _VIT: dict[str, Any] = {
     "size": 224,
     "resample": 2,
@@ -39,6 +40,7 @@ _CLIP = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
 }
+
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ViT": _VIT,
     "DeiT": {**_VIT, "size": 256, "resample": 3, "do_center_crop": True, "crop_size": 224},
@@ -47,6 +49,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Siglip": {**_VIT, "resample": 3},
 }
 """Maps transformers' image processors to the values of fields that are missing in a file."""
+
 MODEL_TYPES = ("vit", "vit_mae")
 ODD_MARGINS = (
     "transformers crops one pixel further up or left than this project if half of the margin is"
@@ -71,6 +74,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
             f" ({config.get('architectures')}), expected 'vit' or 'vit_mae': use"
             " timm's copy of the model, https://huggingface.co/timm"
         )
+
     try:
         width, depth = config["hidden_size"], config["num_hidden_layers"]
         size = _pair(config["image_size"])
@@ -87,6 +91,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
         }
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: {error!r} is missing or wrong: copy it again") from None
+
     if config.get("hidden_act") in TANH:
         model["mlp_layer"] = "mlp_tanh"
     problem = config.get("problem_type")
@@ -96,6 +101,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
         if problem not in (None, "single_label_classification")
         else ""
     )
+
     view = _view(path.with_name("preprocessor_config.json"), size)
     return KnownModel(path.parent.absolute().name, model, size, not_softmax=not_softmax, **view)
 
@@ -112,6 +118,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         content = {"size": {"height": size[0], "width": size[1]}}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
+
     try:
         notes = check_fields(content, IMAGE_PROCESSOR, path)
         kind = content.get("image_processor_type", content.get("feature_extractor_type", "ViT"))
@@ -122,6 +129,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
                 f"{path}: {', '.join(lacking)} missing, and the defaults of {kind!r} are unknown:"
                 f" add these fields, or use the processor of {' or '.join(_DEFAULTS)}"
             )
+
         resize = content["size"]
         if isinstance(resize, int):  # older files
             keys = ("height", "width") if content["default_to_square"] else ("shortest_edge",)
@@ -132,6 +140,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
                 f"{path}: size {resize}: expected height and width, or only shortest_edge: use the"
                 " model in transformers"
             )
+
         cover = _height_width(shortest or resize)
         crops = content.get("do_center_crop") is True
         end = _height_width(content["crop_size"]) if crops else cover
@@ -144,10 +153,12 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
                 f" {size[0]}x{size[1]}, the model's size, by a resize and a center crop that this"
                 " project supports: use the model in transformers"
             )
+
         scale = 255 * (content["rescale_factor"] if content["do_rescale"] else 1)
         mean, std = content["image_mean"], content["image_std"]
         if not content["do_normalize"]:
             mean, std = (0.0,) * len(mean), (1.0,) * len(mean)
+
         return {
             # (x * factor - mean) / std for pixels x in [0, 255], in terms of x / 255.
             "mean": tuple(float(value) / scale for value in mean),
@@ -185,10 +196,12 @@ def network_notes(path: Path) -> list[str]:
     content = object_in(path)
     if content.get("model_type") not in MODEL_TYPES:
         return []
+
     notes = check_fields(content, VIT_CONFIG, path)
     eps = content.get("layer_norm_eps", 1e-12)
     if eps == EPS:
         return notes
+
     text = f"its norms use epsilon {eps:g} (layer_norm_eps), this project's {EPS:g}"
     if eps > MAX_NORM_EPS:
         raise WeightsError(
@@ -213,6 +226,7 @@ def class_names_in(path: Path, num_classes: int) -> list[str]:
     names = content.get("label_names", [by_number.get(str(n)) for n in range(num_classes)])
     if not isinstance(names, list) or len(names) != num_classes:
         return []
+
     # transformers writes these placeholders if the classes have no names.
     unnamed = [f"LABEL_{n}" for n in range(num_classes)]
     return names if names != unnamed and all(isinstance(name, str) for name in names) else []

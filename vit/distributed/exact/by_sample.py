@@ -57,6 +57,7 @@ class _BySample(nn.Module):
         super().__init__()
         self.rate = rate
         self.register_buffer("keys", keys, persistent=False)
+
         # torch.compile would compile one graph per Python number, so use tensors.
         threshold = torch.tensor(round(rate * 2**_NUM_BITS), device=keys.device)
         self.register_buffer("threshold", threshold, persistent=False)
@@ -150,6 +151,7 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
         for name, child in parent._modules.items()
         if child is not None and _rates(child)
     ]
+
     num_layers = [len(_rates(child)) for _, _, child in children]
     keys = SampleKeys(sum(num_layers), num_rows, device)
     for (parent, name, child), rows in zip(children, keys.by_layer.split(num_layers), strict=True):

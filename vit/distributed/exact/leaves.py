@@ -38,6 +38,7 @@ def same_kernels(world: World) -> str:
         # cores.
         with world.fail_together():
             torch.set_num_threads(_num_threads())
+
     own = kernels_of(world.device)
     expected = world.broadcast_from_main(lambda: own)
     with world.fail_together():
@@ -89,10 +90,12 @@ class Leaves:
         self._rows_per_leaf = rows_per_leaf
         self._seed = seed
         self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))
+
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
+
         # Despite equal seeds, initial weights may differ between hosts with different library
         # versions.
         world.broadcast_([*model.parameters(), *model.buffers()])

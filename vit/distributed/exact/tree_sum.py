@@ -106,6 +106,7 @@ def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
             most = max(most, len(stack.nodes) + 1)
             stack.push(Node(0, leaf))
         received += len(stack.nodes)
+
     if num_ranks == 1:
         received = 0
     return 4 * (most * num_values + received * num_values // num_ranks)
@@ -160,12 +161,14 @@ class TreeSum:
             for rank in range(world.size)
         ]
         """The nodes that remain on each rank."""
+
         # Backward passes compute gradients from the last layer to the first.
         self._parameters = list(reversed(parameters))
         self._places: list[int] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._num_values = self._lay_out(bucket_bytes)
+
         self._device = world.device
         self._spare: list[Tensor] = []
         """Free vectors that can be reused, each as long as all gradients together."""
@@ -174,6 +177,7 @@ class TreeSum:
         self._stack = Stack(num_leaves)
         self._next_leaf = 0
         self._next_bucket = 0
+
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -185,6 +189,7 @@ class TreeSum:
             if bucket is None:
                 bucket = _Bucket(place, 0, 0, 0)
                 self._buckets.append(bucket)
+
             self._places.append(place)
             self._bucket_of[parameter] = bucket
             bucket.num_parameters += 1
@@ -208,6 +213,7 @@ class TreeSum:
         for parameter, place in zip(self._parameters, self._places, strict=True):
             values = vector[place : place + parameter.numel()]
             parameter.grad = values.view(parameter.shape)
+
         self._held.append(vector)
         self._additions = self._stack.push(Node(0, self.leaves[self._next_leaf]))
         self._next_leaf += 1
@@ -215,7 +221,9 @@ class TreeSum:
         if self._is_last:
             for bucket in self._buckets:
                 bucket.waits_for = bucket.num_parameters
+
         yield
+
         if self._is_last:
             # No hook runs for parameters without a gradient, so send their buckets now.
             while self._next_bucket < len(self._buckets):
@@ -249,12 +257,14 @@ class TreeSum:
         self._add(part)
         if self.world.size == 1:
             return
+
         piece = bucket.num_padded // self.world.size
         # A single exchange would require copying the vectors, so exchange each node separately.
         for turn in range(max(map(len, self._left))):
             takes_part = [turn < len(nodes) for nodes in self._left]
             own = self._held[turn][part] if takes_part[self.world.rank] else self._held[0][:0]
             received = torch.empty(sum(takes_part) * piece, device=self._device)
+
             # Rank r receives piece r.
             work = dist.all_to_all_single(
                 received,
@@ -281,10 +291,13 @@ class TreeSum:
             out = total[bucket.first : bucket.first + bucket.num_padded]
             work = dist.all_gather_into_tensor(out, piece, async_op=True)
             gathers.append((work, piece))
+
         for work, _ in gathers:
             work.wait()
+
         for parameter, place in zip(self._parameters, self._places, strict=True):
             parameter.grad = total[place : place + parameter.numel()].view(parameter.shape)
+
         self._spare += self._held
         self._held = []
         self._stack = Stack(self.num_leaves)
