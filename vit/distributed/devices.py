@@ -135,8 +135,10 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
 def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> None:
     """Bind this process to the cores next to its GPU, if they are known.
 
-    addresses: PCI address ("0000:dc:00.0") of each GPU used on this host, by local rank. own: index
-    of this rank's GPU. root: the folder of `sys`.
+    Args:
+        addresses: PCI address ("0000:dc:00.0") of each GPU used on this host, by local rank.
+        own: index of this rank's GPU.
+        root: the folder of `sys`.
     """
     if not hasattr(os, "sched_setaffinity"):
         return

@@ -65,8 +65,9 @@ def driver_version(root: Path = Path("/")) -> str:
 def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> list[Difference]:
     """Return the values that differ between ranks.
 
-    by_rank: maps each reporting rank to its values, keyed by name. hosts: host name of each rank,
-    or () if all ranks are on one host.
+    Args:
+        by_rank: maps each reporting rank to its values, keyed by name.
+        hosts: host name of each rank, or () if all ranks are on one host.
     """
     result = []
     for name in dict.fromkeys(name for values in by_rank.values() for name in values):

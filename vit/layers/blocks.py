@@ -59,9 +59,11 @@ class Blocks(nn.Sequential):
     def forward(self, x: Tensor, rope: Tensor | None = None, kept: Sequence[Tensor] = ()) -> Tensor:
         """Run all blocks.
 
-        rope: the table of `vit.layers.rope.RotaryEmbedding`. kept: the samples that keep each
-        branch, from `vit.layers.drop_path.DropPaths`. The result has the dtype of `x`, because the
-        last norm and the head compute in fp32.
+        The result has the dtype of `x`, because the last norm and the head compute in fp32.
+
+        Args:
+            rope: the table of `vit.layers.rope.RotaryEmbedding`.
+            kept: the samples that keep each branch, from `vit.layers.drop_path.DropPaths`.
         """
         dtype = x.dtype
         x = x.to(self.residual_dtype or dtype)

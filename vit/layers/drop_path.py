@@ -45,7 +45,9 @@ class DropPaths(nn.Module):
     Draws before the first block. In a block, torch.compile would make a graph for each number of
     rows, and its backward pass would read draws and rates in place of factors.
 
-    rate, schedule: see `drop_path_rates`; with rate 0, nothing is drawn. form: "mask" or "subset".
+    Args:
+        rate, schedule: see `drop_path_rates`; with rate 0, nothing is drawn.
+        form: "mask" or "subset".
     """
 
     keep_probs: Tensor

@@ -25,7 +25,9 @@ from vit.layers.rope import RotaryEmbedding
 class AtSize(nn.Module):
     """The positions for images whose grid differs from the model's.
 
-    grids: (h, w) in patches. rope: the model's rotary embedding.
+    Args:
+        grid, model_grid: (h, w) in patches.
+        rope: the model's rotary embedding.
     """
 
     rows: Tensor

@@ -75,7 +75,9 @@ TURNS = {
 class LayoutRow:
     """The name and memory layout that another program uses for one weight of this project.
 
-    theirs: one name, or the names of query, key and value. turn: a key of `TURNS`.
+    Args:
+        theirs: one name, or the names of query, key and value.
+        turn: a key of `TURNS`.
     """
 
     theirs: tuple[str, ...]
