@@ -54,7 +54,8 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
         if name and name != answered_name:
             store.set(f"{name} {rank}", token)
             answered_name = name
-        if name and store.check([f"{name} all"]) and token in json.loads(store.get(f"{name} all")):
+        is_complete = name and store.check([f"{name} all"])
+        if is_complete and token in json.loads(store.get(f"{name} all")):
             return dist.PrefixStore(name, store)
         if time.monotonic() > deadline:
             raise RankLost(f"rank 0 did not respond within {limit}")

@@ -58,17 +58,14 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
         except (RuntimeError, AssertionError) as error:
             reason = _with_remedy(str(error).split(". ")[0].splitlines()[0].rstrip("."))
 
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    built_in = 0 if hidden else num_nvidia_gpus(root)
-    has_cuda_build = torch.version.cuda is not None or torch.version.hip is not None
+    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return HostDevices(
         host=socket.gethostname(),
-        ranks=ranks,
+        ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         gpus=gpus,
-        nvidia_gpus=built_in,
+        nvidia_gpus=0 if are_hidden else num_nvidia_gpus(root),
         reason=reason,
-        has_cuda_build=has_cuda_build,
+        has_cuda_build=torch.version.cuda is not None or torch.version.hip is not None,
     )
 
 
@@ -113,7 +110,8 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
     # Training ViT-B on the CPUs of a GPU node would exceed the job's time limit, so unusable GPUs
     # are an error. With a CPU-only build of torch, the user probably wants the CPU.
     has_unusable = any(h.nvidia_gpus and not h.gpus and h.has_cuda_build for h in lacking)
-    if choice == "cuda" or len(lacking) < len(hosts) or has_unusable:
+    needs_gpus = choice == "cuda" or len(lacking) < len(hosts) or has_unusable
+    if needs_gpus:
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
             f"{setting}{choice}: {len(lacking)} of {len(hosts)} hosts cannot train on GPUs."

@@ -144,8 +144,7 @@ class StopSignals:
             if isinstance(error, RankLost) or _lost_connection(error):
                 raise
 
-            wait_s = 0.0 if isinstance(error, ValueError) else SIGNAL_S
-            deadline = time.monotonic() + wait_s
+            deadline = time.monotonic() + (0.0 if isinstance(error, ValueError) else SIGNAL_S)
             while not self.received and time.monotonic() < deadline:
                 time.sleep(0.01)
             if self.received:
@@ -197,11 +196,12 @@ def run_command(command: Callable[[], World | None]) -> None:
 
         # Before the ranks connect, all ranks on a host find the same mistake. Only one reports it.
         # Without torchrun, this rank could not notice the report.
-        if (
+        is_reported_by_another = (
             os.environ.get("LOCAL_RANK", "0") != "0"
             and not dist.is_initialized()
             and _error_file() is not None
-        ):
+        )
+        if is_reported_by_another:
             _leave_silently(f"error: {error}", 2)
         _leave_with_message(f"error: {error}", 2)
     except Interrupted as error:
@@ -209,11 +209,13 @@ def run_command(command: Callable[[], World | None]) -> None:
     except KeyboardInterrupt:
         _leave_because_of_others("interrupted", 128 + signal.SIGINT)
     except Exception as error:
-        if problem := _whose_remedy_is_known(error):
+        problem = _whose_remedy_is_known(error)
+        if problem:
             _leave_with_message(f"error: {problem}", 2)
-        if lost := str(error) if isinstance(error, RankLost) else _lost_connection(error):
+        loss = str(error) if isinstance(error, RankLost) else _lost_connection(error)
+        if loss:
             _leave_because_of_others(
-                f"{lost}; see the message of that rank or of torchrun for the cause", 1
+                f"{loss}; see the message of that rank or of torchrun for the cause", 1
             )
         _leave_with_stack()
 
@@ -278,7 +280,8 @@ def leave_hung(verdict: HangVerdict) -> NoReturn:
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
-    if prefix := flight_recorder.dump():
+    prefix = flight_recorder.dump()
+    if prefix:
         message += f"; {prefix}<rank> list the last NCCL collectives (torchfrtrace compares them)"
 
     if rank in verdict.ranks:
@@ -414,18 +417,19 @@ def out_of_memory(error: Exception) -> str:
     workers are recognized by their text.
     """
     text = str(error)
+    is_out_of_memory = (
+        isinstance(error, MemoryError)
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or "MemoryError" in text
+        or "bad_alloc" in text
+    )
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
     elif request := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text):
         reason = f"out of memory, {int(request[1]) / 2**30:.2f} GiB more were requested"
     elif request := re.search(r"Unable to allocate ([\d.]+ \w+)", text):
         reason = f"out of memory, {request[1]} more were requested"
-    elif (
-        isinstance(error, MemoryError)
-        or getattr(error, "errno", None) == errno.ENOMEM
-        or "MemoryError" in text
-        or "bad_alloc" in text
-    ):
+    elif is_out_of_memory:
         reason = "out of memory"
     else:
         return ""
@@ -438,9 +442,8 @@ def out_of_memory(error: Exception) -> str:
         )
 
     # The failing code may have attached a note with more specific advice.
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("Lower ")]
-    advice = notes[0] if notes else _LOWER
-    return f"{reason}. {advice}"
+    notes = (note for note in getattr(error, "__notes__", ()) if note.startswith("Lower "))
+    return f"{reason}. {next(notes, _LOWER)}"
 
 
 def _has_no_order(error: Exception) -> str:

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
         hosts: host name of each rank, or () if all ranks are on one host.
     """
     result = []
-    for name in dict.fromkeys(name for values in by_rank.values() for name in values):
+    for name in dict.fromkeys(chain.from_iterable(by_rank.values())):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, values in sorted(by_rank.items()):
             ranks_by_value.setdefault(values.get(name, "none"), []).append(rank)
@@ -81,10 +81,9 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
         most_common = sorted(ranks_by_value.items(), key=lambda pair: -len(pair[1]))
         listed = ", ".join(f"{value} on {places(ranks, hosts)}" for value, ranks in most_common)
 
-        remedy = REMEDIES.get(name)
-        if remedy is None:
-            is_variable = name.startswith(VARIABLES)
-            remedy = f"export the same {name} everywhere" if is_variable else _SAME_ENVIRONMENT
+        remedy = REMEDIES.get(name, _SAME_ENVIRONMENT)
+        if name.startswith(VARIABLES):
+            remedy = f"export the same {name} everywhere"
         if name in _MAY_DIFFER:
             remedy = "all ranks run at the speed of the slowest, and sums round differently"
         result.append(Difference(name, f"{name} {listed}: {remedy}", name not in _MAY_DIFFER))

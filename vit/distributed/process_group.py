@@ -17,7 +17,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,8 @@ def join_world(
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(_why_not_met(str(error))) from None
         except RuntimeError as error:
-            if problem := _wrong_interface(str(error)):
+            problem = _wrong_interface(str(error))
+            if problem:
                 raise ValueError(problem) from None
             raise
     return replace(world, joined_s=time.perf_counter() - began)
@@ -168,8 +169,7 @@ def _agree_on_device(
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
         # Gather inside `decide`, so that all ranks raise the error if one rank does not join.
-        gathered = world.gather("rank", own, limit)
-        devices = [HostDevices(**rank["found"]) for rank in gathered]
+        devices = [HostDevices(**rank["found"]) for rank in world.gather("rank", own, limit)]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -183,7 +183,7 @@ def _agree_on_device(
     if world.size == 1:
         return replace(world, device=chosen)
 
-    hosts = tuple(host for host, number in rows for _ in range(number))
+    hosts = tuple(chain.from_iterable([host] * number for host, number in rows))
     beside = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
     pids = [each["pid"] for each in world.gathered("rank", beside)]
     host_pids = {
@@ -276,7 +276,6 @@ def _wrong_interface(reason: str) -> str:
 
 
 def _why_not_met(reason: str) -> str:
-    address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
         return (
@@ -286,8 +285,8 @@ def _why_not_met(reason: str) -> str:
 
     first_line = (reason.splitlines() or [""])[0].rstrip(". ")
     return (
-        f"rank 0 cannot be reached at {address}:{port} ({first_line}): check that rank 0 runs and"
-        " that MASTER_ADDR and MASTER_PORT are its address"
+        f"rank 0 cannot be reached at {os.environ.get('MASTER_ADDR')}:{port} ({first_line}): check"
+        " that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its address"
     )
 
 
@@ -309,10 +308,9 @@ def wrap(
         options["device_ids"] = [world.device]
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         # Buffers of other models, such as fixed positions, never change, so broadcasting them
-        # wastes time.
-        parameters = inspect.signature(DistributedDataParallel).parameters
-        renamed = "forward_sync_buffers" in parameters  # since torch 2.15
-        options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
+        # wastes time. torch 2.15 has renamed the option.
+        is_renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        options["forward_sync_buffers" if is_renamed else "broadcast_buffers"] = False
 
     wrapped = DistributedDataParallel(model, **options)
     if reduces_in_bf16:
@@ -351,8 +349,7 @@ def kernels_of(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{version} on {torch.cuda.get_device_name(device)}"
     capability = torch.backends.cpu.get_cpu_capability()
-    threads = f"{torch.get_num_threads()} thread(s)"
     # BLAS libraries choose kernels by CPU vendor and cache size.
-    own = f"{version} on {cpu_name()} with {capability}, {threads}"
+    own = f"{version} on {cpu_name()} with {capability}, {torch.get_num_threads()} thread(s)"
     limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
     return ", ".join([own, *limits])

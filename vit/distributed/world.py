@@ -174,8 +174,7 @@ class World:
                 flat = torch.empty(sum(sizes), dtype=piece[0].dtype, device=self.device)
             dist.broadcast(flat, src=0)
             if not self.is_main:
-                parts = flat.split(sizes)
-                for tensor, part in zip(piece, parts, strict=True):
+                for tensor, part in zip(piece, flat.split(sizes), strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
     def any_rank(self, flag: bool) -> bool:
@@ -233,7 +232,8 @@ class World:
         """
         expected = self.broadcast_from_main(look)
         with self.fail_together():
-            if self.is_local_main and not self.is_main and (seen := look()) != expected:
+            seen = look() if self.is_local_main and not self.is_main else expected
+            if seen != expected:
                 raise ValueError(
                     f"{socket.gethostname()} sees different {subject} from rank 0 ({seen}, expected"
                     f" {expected}): give all hosts the same files"
@@ -282,7 +282,8 @@ class World:
 
         if not has_failed:
             return
-        if problem is not None and (self.is_main or not main_message):
+        is_reporter = self.is_main or not main_message
+        if problem is not None and is_reporter:
             raise problem
         raise AlreadyReported(main_message or "reported by another rank")
 
@@ -332,7 +333,8 @@ class World:
         """Return the values that `ranks` passed to `gather(name)`, after rank 0 has received
         them."""
         assert self.store is not None, "there are other ranks"
-        return [json.loads(text) for text in self.store.multi_get([f"{name} {r}" for r in ranks])]
+        keys = [f"{name} {rank}" for rank in ranks]
+        return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def _report_missing(self, key: str, limit: timedelta) -> NoReturn:
         """Raise RankLost, which names the ranks that have not posted `key`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +35,8 @@ def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 def grid_size(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
     """Return the number of rows and columns of patches. Raises ValueError if the patch size does
     not divide the image size."""
-    if problems := _size_problems(image_size, patch_size):
+    problems = _size_problems(image_size, patch_size)
+    if problems:
         raise ValueError("; ".join(problems))
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
@@ -55,24 +56,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     ]
     if arguments["global_pool"] == "token" and not arguments["class_token"]:
         problems.append("global_pool 'token' needs class_token=True: set it, or use 'avg'")
-
     if arguments["dist_token"]:
-        problems += [
-            f"dist_token, DeiT's second token, {problem}"
-            for problem, holds in {
-                "is used together with the class token: set global_pool 'token'": (
-                    arguments["global_pool"] != "token"
-                ),
-                "has its own head without a hidden layer: set representation_size to null": (
-                    arguments["representation_size"] is not None
-                ),
-                "cannot be combined with reg_tokens: set one of them to null": (
-                    arguments["reg_tokens"] > 0
-                ),
-                "always has a position: set no_embed_class to null": arguments["no_embed_class"],
-            }.items()
-            if holds
-        ]
+        problems += _dist_token_problems(arguments)
 
     problems += [
         f"{name} is {arguments[name]}: expected 0 <= rate < 1"
@@ -88,8 +73,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
     problems += _rope_problems(arguments)
-    problems += [problem for problem, holds in _without_effect(arguments).items() if holds]
-
+    problems += _without_effect(arguments)
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -118,7 +102,8 @@ def _head_problems(arguments: Mapping[str, Any]) -> list[str]:
     embed_dim = arguments["embed_dim"]
     num_heads = arguments["num_heads"]
     pools = arguments["global_pool"] == "map"
-    if embed_dim % num_heads and (pools or arguments["head_dim"] is None):
+    needs_multiple = pools or arguments["head_dim"] is None
+    if needs_multiple and embed_dim % num_heads:
         divisors = [n for n in range(1, embed_dim + 1) if embed_dim % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - num_heads))
         return [
@@ -128,42 +113,54 @@ def _head_problems(arguments: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
-    """Return a dict: message about an argument -> whether the argument has no effect."""
-    has_prefix = arguments["class_token"] or arguments["reg_tokens"]
+def _dist_token_problems(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message about each argument that contradicts `dist_token`."""
+    subject = "dist_token, DeiT's second token,"
+    if arguments["global_pool"] != "token":
+        yield f"{subject} is used together with the class token: set global_pool 'token'"
+    if arguments["representation_size"] is not None:
+        yield f"{subject} has its own head without a hidden layer: set representation_size to null"
+    if arguments["reg_tokens"] > 0:
+        yield f"{subject} cannot be combined with reg_tokens: set one of them to null"
+    if arguments["no_embed_class"]:
+        yield f"{subject} always has a position: set no_embed_class to null"
+
+
+def _without_effect(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message about each argument that has no effect."""
+    if arguments["no_embed_class"]:
+        if arguments["pos_embed"] == "none":
+            yield (
+                "no_embed_class has no effect without positions (pos_embed 'none'): set it to null"
+            )
+        if not arguments["class_token"] and not arguments["reg_tokens"]:
+            yield "no_embed_class has no effect without class token and registers: set it to null"
+
     image_size = height_width(arguments["image_size"], "image_size")
     is_one_patch = image_size == height_width(arguments["patch_size"], "patch_size")
-    head_dim = arguments["head_dim"] or arguments["embed_dim"] // arguments["num_heads"]
     rope_type = arguments["rope_type"]
-    patch_drop_rate = arguments["patch_drop_rate"]
+    if rope_type is not None:
+        head_dim = arguments["head_dim"] or arguments["embed_dim"] // arguments["num_heads"]
+        if head_dim == 4 and arguments["rope_temperature"] is not None:
+            yield (
+                "rope_temperature has no effect with heads of 4 channels, which have only one"
+                " frequency: set it to null"
+            )
+        if is_one_patch:
+            yield f"rope_type {rope_type!r} has no effect on an image of one patch: set it to null"
 
-    return {
-        "no_embed_class has no effect without positions (pos_embed 'none'): set it to null": (
-            arguments["no_embed_class"] and arguments["pos_embed"] == "none"
-        ),
-        "no_embed_class has no effect without class token and registers: set it to null": (
-            arguments["no_embed_class"] and not has_prefix
-        ),
-        "rope_temperature has no effect with heads of 4 channels, which have only one frequency:"
-        " set it to null": rope_type is not None
-        and arguments["rope_temperature"] is not None
-        and head_dim == 4,
-        f"rope_type {rope_type!r} has no effect on an image of one patch: set it to null": (
-            is_one_patch and rope_type is not None
-        ),
-        f"patch_drop_rate {patch_drop_rate} has no effect on an image of one patch: set it to"
-        " null": is_one_patch and patch_drop_rate > 0,
-    }
+    rate = arguments["patch_drop_rate"]
+    if is_one_patch and rate > 0:
+        yield f"patch_drop_rate {rate} has no effect on an image of one patch: set it to null"
 
 
 def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
     """Return the problems with rotary arguments. Without `rope_type`, they must not be set."""
-    needs_rope = ("rope_temperature", "ref_feat_shape", "rope_reg_temperature")
     rope_type = arguments["rope_type"]
     if rope_type is None:
         return [
             f"{name} has no effect without rope_type: set rope_type, or set it to null"
-            for name in needs_rope
+            for name in ("rope_temperature", "ref_feat_shape", "rope_reg_temperature")
             if arguments[name] is not None
         ]
 
@@ -177,8 +174,9 @@ def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
 
     if arguments["rope_reg_temperature"] is not None:
         side = math.isqrt(arguments["reg_tokens"])
-        if rope_type != "axial" or side < 2 or side**2 != arguments["reg_tokens"]:
-            # A single register would be at the origin, where the rotation has no effect.
+        # A single register would be at the origin, where the rotation has no effect.
+        is_square = side >= 2 and side**2 == arguments["reg_tokens"]
+        if rope_type != "axial" or not is_square:
             problems.append(
                 "rope_reg_temperature places registers on a square grid: set rope_type 'axial'"
                 f" and reg_tokens 4, 9, 16 and so on, not {rope_type!r} and"

@@ -55,8 +55,8 @@ class DropPaths(nn.Module):
     def __init__(self, rate: float, depth: int, schedule: str, form: str):
         super().__init__()
         of_blocks = drop_path_rates(rate, depth, schedule) if rate else []
-        self.rates = [of_block for of_block in of_blocks for _ in range(2)]
-        """The rate of each branch, in the order of the blocks."""
+        self.rates = [of_blocks[branch // 2] for branch in range(2 * len(of_blocks))]
+        """The rate of each branch, in the order of the blocks, which have two branches each."""
         self.form = form
 
         # The rates are a setting that timm's state dicts lack, so the buffer is not persistent.

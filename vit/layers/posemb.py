@@ -18,8 +18,9 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
     frequency step earlier. Raises ValueError if `dim` is not a multiple of 4, or is below 8.
     """
     if dim % 4 or dim < 8:
-        needed = "an embed_dim of 8, 12, 16 and so on"
-        raise ValueError(f"pos_embed 'sincos2d' needs {needed}, not {dim}")
+        raise ValueError(
+            f"pos_embed 'sincos2d' needs an embed_dim of 8, 12, 16 and so on, not {dim}"
+        )
 
     quarter = dim // 4  # computed in float64 and rounded once at the end
     frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))

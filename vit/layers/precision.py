@@ -112,10 +112,10 @@ def precision_note(
     if factor < SLOW_PRECISION:
         return None
 
-    cpu = torch.backends.cpu.get_cpu_capability()
     return (
-        f"this CPU ({cpu}) has no {precision} instructions, so {precision} is emulated: matrix"
-        f" products take about {factor:.0f} times as long as in fp32: set {flag}{separator}fp32"
+        f"this CPU ({torch.backends.cpu.get_cpu_capability()}) has no {precision} instructions, so"
+        f" {precision} is emulated: matrix products take about {factor:.0f} times as long as in"
+        f" fp32: set {flag}{separator}fp32"
     )
 
 

@@ -70,8 +70,7 @@ class RotaryEmbedding(nn.Module):
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
         # A buffer moves to the device with the model. The image size determines it, so, as in timm,
         # it is not in the state dict.
-        table = torch.empty(2, 1, 1, num_tokens, head_dim)
-        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("table", torch.empty(2, 1, 1, num_tokens, head_dim), persistent=False)
         self.reset_parameters()
 
     def at(self, grid_size: tuple[int, int]) -> RotaryEmbedding:

@@ -32,8 +32,9 @@ def create_timm_model(
         ) from error
 
     if not timm.is_model(name):
-        hint = did_you_mean(name, timm.list_models())
-        raise ValueError(f"timm {timm.__version__} has no model {name!r}{hint}")
+        raise ValueError(
+            f"timm {timm.__version__} has no model {name!r}{did_you_mean(name, timm.list_models())}"
+        )
 
     fields = {"img_size": image_size, "num_classes": num_classes, "in_chans": 3, **fields}
     unknown = list[str]()
@@ -52,12 +53,12 @@ def create_timm_model(
                 raise ValueError(
                     f"timm {timm.__version__} cannot create {name!r} with {fields}: {error}"
                 ) from error
-            for field in refused:
-                del fields[field]
+            fields = {field: value for field, value in fields.items() if field not in refused}
             unknown += refused
 
     # Convolutional networks accept any image size and have no `img_size` argument.
-    if lacking := sorted({*unknown} - {"img_size"}):
+    lacking = sorted({*unknown} - {"img_size"})
+    if lacking:
         remedy = " ".join(f"model.{field}=null" for field in lacking)
         raise ValueError(
             f"timm's {name} has no {', '.join(lacking)}: set {remedy}, or remove these settings"

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from vit.config.optim_section import MuonConfig, OptimizerConfig
 
@@ -28,6 +29,7 @@ _STEM = (
     "mask_token",
 )
 """Name prefixes of the parameters before the blocks, in timm models and in `vit.model`."""
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -38,21 +40,16 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     `layer_decay` finds no layers in the model, or Muon finds no matrices.
     """
     is_exempt = _exempt(model, config.no_weight_decay)
-    layer_of: Callable[[str], int] = lambda name: 0  # noqa: E731
-    last = 0
-    if config.layer_decay is not None:
-        layers = layer_numbers(model, config.layer_decay_form)
-        layer_of = layers.__getitem__
-        last = max(layers.values())
-
+    layers = {} if config.layer_decay is None else layer_numbers(model, config.layer_decay_form)
     is_matrix = _matrices(config.matrices) if isinstance(config, MuonConfig) else None
+
     groups: dict[tuple[int, bool, bool], list[Tensor]] = {}
     if config.layer_decay is None and is_matrix is None:
         groups = {(0, False, True): [], (0, False, False): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             uses_muon = is_matrix is not None and is_matrix(name, parameter)
-            key = (layer_of(name), uses_muon, not is_exempt(name, parameter))
+            key = (layers.get(name, 0), uses_muon, not is_exempt(name, parameter))
             groups.setdefault(key, []).append(parameter)
 
     if is_matrix is not None and not any(uses_muon for _, uses_muon, _ in groups):
@@ -61,10 +58,14 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             " optim.matrices=timm, or use another optim.name"
         )
 
+    last = max(layers.values(), default=0)
     torch_groups = []
     for (layer, uses_muon, is_decayed), parameters in groups.items():
-        decay = config.weight_decay if is_decayed else 0.0
-        group = {"params": parameters, "weight_decay": decay, "is_decayed": is_decayed}
+        group = {
+            "params": parameters,
+            "weight_decay": config.weight_decay if is_decayed else 0.0,
+            "is_decayed": is_decayed,
+        }
         if config.layer_decay is not None:
             group["lr_scale"] = config.layer_decay ** (last - layer)
         if is_matrix is not None:
@@ -84,22 +85,19 @@ def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
         has_vectors = rule == "timm"
         return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
 
-    kinds: tuple[type, ...] = (nn.Linear, nn.modules.conv._ConvNd)
-    if rule == "norms":
-        # These are torchvision's norms (references/classification/utils.py, set_weight_decay) and
-        # RMSNorm. Norms in other libraries have "Norm" in their class name.
-        kinds = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
+    def is_exempt(name: str, parameter: Tensor) -> bool:
+        if rule == "nothing":
+            return False
 
-    of_kind = {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        if isinstance(module, kinds) or (rule == "norms" and "Norm" in type(module).__name__)
-        for name, _ in module.named_parameters(recurse=False)
-        if rule == "norms" or name == "weight"
-    }
-    if rule == "nothing":
-        return lambda name, parameter: False
-    return lambda name, parameter: (name in of_kind) == (rule == "norms")
+        prefix, _, own_name = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        if rule == "norms":
+            # These are torchvision's norms (references/classification/utils.py, set_weight_decay)
+            # and RMSNorm. Norms in other libraries have "Norm" in their class name.
+            return isinstance(module, _NORMS) or "Norm" in type(module).__name__
+        return not isinstance(module, nn.Linear | _ConvNd) or own_name != "weight"
+
+    return is_exempt
 
 
 def layer_numbers(model: nn.Module, form: str) -> dict[str, int]:

@@ -48,10 +48,10 @@ class Measured:
             kind: dict(zip(self.layers, values[n * size : (n + 1) * size], strict=True))
             for n, kind in enumerate(KINDS)
         }
+        norms[RATIO] = {
+            name: norms[UPDATE][name] / weight for name, weight in norms[WEIGHT].items() if weight
+        }
 
-        weights = norms[WEIGHT]
-        updates = norms[UPDATE]
-        norms[RATIO] = {name: updates[name] / weights[name] for name in updates if weights[name]}
         logits = values[len(KINDS) * size :]
         if len(logits):
             norms[LARGEST_LOGIT] = {f"blocks.{n}": value for n, value in enumerate(logits)}
@@ -128,8 +128,7 @@ def _layer_names(model: nn.Module) -> dict[str, str]:
             " log.norms_every_steps=null"
         ) from None
 
-    last = max(numbers.values())
-    ends = {0: "embed", last: "head"} if has_blocks else {}
+    ends = {0: "embed", max(numbers.values()): "head"} if has_blocks else {}
     block = "blocks.{}" if has_blocks else "layers.{}"
     shift = 1 if has_blocks else 0
     named = sorted(numbers.items(), key=lambda pair: pair[1])

@@ -77,8 +77,10 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
 
     # TrainStep sets `found_inf` on the device and calls step() without reading it back. An
     # optimizer that ignores `found_inf` would write NaN into the weights.
-    skips = getattr(optimizer, "_step_supports_amp_scaling", False)
-    assert skips, f"{type(optimizer).__name__} does not skip its update when found_inf is set"
+    assert getattr(optimizer, "_step_supports_amp_scaling", False), (
+        f"{type(optimizer).__name__} does not skip its update when found_inf is set"
+    )
+
     return optimizer
 
 

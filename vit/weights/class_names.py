@@ -164,7 +164,8 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
         raise WeightsError(f"{subject} no class names to select by: labels are only numbers")
 
     remark, model_names = min(namings.items(), key=lambda item: len({*names} - {*item[1]}))
-    if missing := [name for name in names if name not in model_names]:
+    missing = [name for name in names if name not in model_names]
+    if missing:
         own = " or ".join(few(naming) for naming in namings.values())
         raise WeightsError(
             f"{loaded.path} lacks {len(missing):,} of the data's {len(names):,} classes"
@@ -172,16 +173,17 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
             " init.reset_head=true"
         )
 
-    if doubled := sorted({name for name in names if model_names.count(name) > 1}):
+    doubled = sorted({name for name in names if model_names.count(name) > 1})
+    if doubled:
         raise WeightsError(f"{loaded.path} has several classes called {few(doubled)}")
-    row_of = {name: row for row, name in enumerate(model_names)}
-    rows = [row_of[name] for name in names]
     if num_rows != len(model_names):
         raise WeightsError(
             f"{loaded.path} has {len(model_names):,} class names, but its head has {num_rows:,}"
             " rows"
         )
 
+    row_of = {name: row for row, name in enumerate(model_names)}
+    rows = [row_of[name] for name in names]
     for head in (heads[0], "head_dist"):  # DeiT's distillation head
         for name in (f"{head}.weight", f"{head}.bias"):
             if name in weights:

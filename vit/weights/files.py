@@ -274,8 +274,10 @@ def _find(path: Path) -> Path:
         # `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
         candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
         if len(candidates) > 1:
-            names = few(sorted(file.name for file in candidates))
-            raise WeightsError(f"{path} contains {names}: pass the path of one of these files")
+            raise WeightsError(
+                f"{path} contains {few(sorted(file.name for file in candidates))}: pass the path of"
+                " one of these files"
+            )
     if not candidates:
         raise WeightsError(
             f"{path}: expected a run folder (with weights/ or checkpoints/), a checkpoint folder,"
@@ -311,8 +313,9 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
         return _read_path(path)
     copy = fetch(str(path))
     loaded = _read_path(copy.folder)
-    notes = (f"from {in_words(copy.source)}", *loaded.notes)
-    return replace(loaded, source=copy.source, notes=notes)
+    return replace(
+        loaded, source=copy.source, notes=(f"from {in_words(copy.source)}", *loaded.notes)
+    )
 
 
 def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
@@ -429,7 +432,8 @@ def _with_facts(
         and len(grid_size) == 2
         and all(isinstance(side, int) for side in grid_size)
     )
-    if not (names_fit and grid_fits and isinstance(config, dict) and num_classes > 0):
+    is_damaged = not (names_fit and grid_fits and isinstance(config, dict) and num_classes > 0)
+    if is_damaged:
         raise ValueError("the metadata of the weights are damaged")
 
     return replace(

@@ -216,16 +216,12 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except ValueError as error:
-        if "allow_pickle" not in str(error):
+    except (ValueError, zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
+        if isinstance(error, ValueError) and "allow_pickle" in str(error):
             raise WeightsError(
-                f"{path} is truncated or damaged ({error}): copy it again"
+                f"{path} is refused, because it contains pickled objects (numpy's object arrays),"
+                " which can run code: save only arrays of numbers"
             ) from error
-        raise WeightsError(
-            f"{path} is refused, because it contains pickled objects (numpy's object arrays), which"
-            " can run code: save only arrays of numbers"
-        ) from error
-    except (zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
         raise WeightsError(f"{path} is truncated or damaged ({error}): copy it again") from error
 
     tensors = {}
@@ -327,7 +323,8 @@ def _unpack(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
         keys = known or (others if len(others) == 1 else [])
         if not keys:
             break
-        if ignored := [name for name in dict.fromkeys(known + others) if name != keys[0]]:
+        ignored = [name for name in dict.fromkeys(known + others) if name != keys[0]]
+        if ignored:
             notes.append(f"{keys[0]} is used, {few(ignored)} in the same file is ignored")
         content = content[keys[0]]
 

@@ -45,8 +45,7 @@ class HubCopy:
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is the name of a hub repository and no such path exists."""
-    prefixes = ("timm/", "hf-hub:", "hf_hub:")
-    return str(path).startswith(prefixes) and not Path(path).exists()
+    return str(path).startswith(("timm/", "hf-hub:", "hf_hub:")) and not Path(path).exists()
 
 
 def in_words(source: Mapping[str, str]) -> str:
@@ -70,7 +69,7 @@ def fetch(name: str) -> HubCopy:
             f"{name} is not a name on the hub: use hf-hub:OWNER/REPO, or timm/NAME.TAG"
         )
 
-    repository = parts[1]
+    repository, revision = parts.groups()
     try:
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
@@ -82,11 +81,11 @@ def fetch(name: str) -> HubCopy:
     hub = constants.ENDPOINT
     try:
         folder = Path(
-            snapshot_download(repository, revision=parts[2], allow_patterns=list(FETCHED))
+            snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED))
         )
     except errors.RevisionNotFoundError:
         raise WeightsError(
-            f"{name}: {repository} has no revision {parts[2]}: use a branch, a tag or a commit"
+            f"{name}: {repository} has no revision {revision}: use a branch, a tag or a commit"
         ) from None
     except errors.GatedRepoError:
         raise WeightsError(
@@ -118,8 +117,10 @@ def fetch(name: str) -> HubCopy:
             " (https://huggingface.co/timm)"
         )
 
-    source = {"repository": repository, "commit": folder.name}
-    return HubCopy(folder, source | _license(repository, folder.name))
+    return HubCopy(
+        folder,
+        {"repository": repository, "commit": folder.name} | _license(repository, folder.name),
+    )
 
 
 def _license(repository: str, commit: str) -> dict[str, str]:

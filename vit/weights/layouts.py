@@ -421,7 +421,7 @@ def _each(
     begin: the prefix of `names` before the block number.
     """
     pattern = re.compile(rf"{re.escape(begin)}(\d+)\b")
-    numbers = [int(match[1]) for name in names if (match := pattern.match(name))]
+    numbers = [int(match[1]) for match in map(pattern.match, names) if match]
     for ours, row in layout.rows.items():
         for number in range(max(numbers, default=-1) + 1) if "{n}" in ours else (0,):
             for part in ("weight", "bias") if "{p}" in ours else ("",):

@@ -57,13 +57,12 @@ def readings(
     # In DINOv2's own files, registers have no positions, but the class token has one.
     prefixes = (own, *reversed(_last_positions(tokens).values()), 0)
 
-    found = [
-        PositionReading(grid, prefix)
-        for prefix in prefixes
-        for grid in (
-            [model_grid, (math.isqrt(max(length - prefix, 1)),) * 2] if stated is None else [stated]
-        )
-    ]
+    found: list[PositionReading] = []
+    for prefix in prefixes:
+        side = math.isqrt(max(length - prefix, 1))
+        grids = [model_grid, (side, side)] if stated is None else [stated]
+        found += [PositionReading(grid, prefix) for grid in grids]
+
     return [
         each for each in dict.fromkeys(found) if math.prod(each.grid) + each.num_prefix == length
     ]
@@ -119,8 +118,7 @@ def fit_positions(
             " tokens"
         )
     elif num_prefix < own:
-        zeros = positions.new_zeros(1, own, shape[2])
-        positions = torch.cat((zeros, positions), dim=1)
+        positions = torch.cat((positions.new_zeros(1, own, shape[2]), positions), dim=1)
         notes.append(f"the source has no positions for the {_prefix(own)}: zeros are used")
 
     if old_grid != tuple(new_grid):
@@ -134,12 +132,13 @@ def fit_positions(
 
 def _prefix_tokens(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the source's class token and registers, (1, n, D) each, in the model's dtype."""
-    width = source["pos_embed"].shape[-1]
-    return {
+    tokens = {
         name: source[name].to(target[name].dtype)
         for name in ("cls_token", "reg_token")
-        if name in source and name in target and source[name].shape[::2] == (1, width)
+        if name in source and name in target
     }
+    shape = (1, source["pos_embed"].shape[-1])
+    return {name: token for name, token in tokens.items() if token.shape[::2] == shape}
 
 
 def _last_positions(tokens: Mapping[str, Tensor]) -> dict[str, int]:
@@ -149,11 +148,9 @@ def _last_positions(tokens: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _tokens_differ(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> bool:
     """Return whether the source and the model have different numbers of prefix tokens."""
-    shapes = [
-        {name: weights[name].shape for name in PREFIX_TOKENS if name in weights}
-        for weights in (source, target)
-    ]
-    return shapes[0] != shapes[1]
+    theirs = {name: source[name].shape for name in PREFIX_TOKENS if name in source}
+    ours = {name: target[name].shape for name in PREFIX_TOKENS if name in target}
+    return theirs != ours
 
 
 def _prefix(num_tokens: int) -> str:

@@ -202,7 +202,6 @@ class ProgramModel:
 def lacking(program: str, config: Config) -> list[str]:
     """List the model features in `config` that `program` does not support."""
     model = config.model
-    squash = config.eval.crop_mode == "squash"
     height, width = model.height_width()
     patch = model.patch_size
     rectangular = height != width or (isinstance(patch, tuple) and patch[0] != patch[1])
@@ -221,7 +220,7 @@ def lacking(program: str, config: Config) -> list[str]:
         "no_qkv_bias": model.qkv_bias is False,
         "representation": model.representation_size is not None,
         "not_square": rectangular,
-        "center_not_square": height != width and not squash,
+        "center_not_square": height != width and config.eval.crop_mode != "squash",
         "gray": model.in_chans == 1,
     }
 
@@ -234,13 +233,15 @@ def lacking(program: str, config: Config) -> list[str]:
 
 def _unknown_fields(model: ModelConfig) -> list[str]:
     """List the fields with non-default values that this module does not cover."""
-    fields = type(model).model_fields
+    uncovered = {
+        name: value
+        for name, value in model.model_dump().items()
+        if name not in KNOWN_FIELDS and not name.endswith("_rate")
+    }
     return [
         name
-        for name, value in model.model_dump().items()
-        if name not in KNOWN_FIELDS
-        and not name.endswith("_rate")
-        and value not in (fields[name].default, None, False)
+        for name, value in uncovered.items()
+        if value not in (type(model).model_fields[name].default, None, False)
     ]
 
 
@@ -250,7 +251,6 @@ def timm_config(subject: ProgramModel) -> dict[str, Any]:
     timm must not be `lacking` a feature of the model. Sizes are passed as arguments, so any ViT
     name of timm would work. The most similar name is used.
     """
-    config = subject.config
     view = subject.view
     name, arguments = _timm_arguments(subject)
     settings: dict[str, Any] = {
@@ -266,7 +266,7 @@ def timm_config(subject: ProgramModel) -> dict[str, Any]:
     }
 
     own = getattr(subject.model, "pretrained_cfg", None)  # timm's models name their layers
-    head = ["head", "head_dist"] if config.model.dist_token else "head"
+    head = ["head", "head_dist"] if subject.config.model.dist_token else "head"
     for key, value in (("first_conv", "patch_embed.proj"), ("classifier", head)):
         settings[key] = own.get(key) if own else value
 
@@ -358,7 +358,6 @@ def huggingface_configs(subject: ProgramModel) -> dict[str, dict[str, Any]]:
     """Return both config files for transformers' ViTForImageClassification, keyed by file name."""
     model = subject.model
     view = subject.view
-    patch = model.patch_size
     is_tanh = subject.config.model.mlp_layer == "mlp_tanh"
     names = subject.labels or [f"LABEL_{n}" for n in range(subject.num_classes)]
 
@@ -374,7 +373,7 @@ def huggingface_configs(subject: ProgramModel) -> dict[str, dict[str, Any]]:
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": EPS,
         "image_size": _side_or_pair(model.image_size),
-        "patch_size": _side_or_pair(patch),
+        "patch_size": _side_or_pair(model.patch_size),
         "num_channels": model.in_chans,
         "qkv_bias": model.blocks[0].attn.qkv.bias is not None,
         "id2label": {str(n): name for n, name in enumerate(names)},

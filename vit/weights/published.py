@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import floordiv, mul
@@ -77,7 +77,8 @@ def identify(
 
     file = find_weights(path)
     settings = file.parent / "config.json"
-    if settings.is_file() and (model := _by_settings(settings)):
+    model = _by_settings(settings) if settings.is_file() else None
+    if model is not None:
         return model
 
     overrides = {key: options[key] for key in TIMM_OPTIONS if key in options}
@@ -130,10 +131,12 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     rows = [row for row in (*KNOWN, *BIG_VISION) if row.name == name] or [
         row for row in KNOWN if row.name.partition(".")[0] == name
     ]
-    if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
+    is_unique = len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS))
+    if is_unique:
         return rows[0]
 
-    if or_defaults and (model := _from_timm(name)):
+    model = _from_timm(name) if or_defaults else None
+    if model is not None:
         tag = model.name.partition(".")[2]
         note = f"; {full_name} has no tag, so timm's default {tag} determines the settings"
         return replace(model, source=model.source + (note if tag and "." not in name else ""))
@@ -170,20 +173,23 @@ def _by_settings(path: Path) -> KnownModel | None:
     if content.get("global_pool") == "avg" and own_model(architecture):
         made_with = {"global_pool": "avg", **made_with}
     model = _from_settings(architecture, settings.get("tag"), settings, made_with, str(path))
-    row = next((row for row in KNOWN if row.name == model.name), None)
 
-    if (
+    published = [
         row
-        and content.get("num_classes", 1000) == 1000
-        and replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == model
-    ):
-        return row
+        for row in KNOWN
+        if replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == model
+    ]
+    if published and content.get("num_classes", 1000) == 1000:
+        return published[0]
 
-    model = replace(model, apply_exif=content.get("apply_exif") is True, notes=tuple(notes))
     # If the config sets sizes, the architecture's name does not identify the model.
-    if {"embed_dim", "depth"} & made_with.keys():
-        return replace(model, name=str(path.parent))
-    return model
+    has_sizes = bool({"embed_dim", "depth"} & made_with.keys())
+    return replace(
+        model,
+        name=str(path.parent) if has_sizes else model.name,
+        apply_exif=content.get("apply_exif") is True,
+        notes=tuple(notes),
+    )
 
 
 def _by_file_name(file: Path) -> KnownModel:
@@ -201,18 +207,23 @@ def _by_file_name(file: Path) -> KnownModel:
 
     architectures = [row.name.partition(".")[0] for row in KNOWN]
     for text in texts:
-        if full := _longest_prefix(text, [row.name for row in KNOWN]):
-            return _by_name(full)
-        stem = re.sub(r"\.(safetensors|pth\.tar|pth|pt|bin)$", "", text)
-        if model := _by_program(stem, {}):
-            return model
-        for name in (stem, stem.partition("-")[0]):
-            if name not in architectures and (model := _from_timm(name)):
-                return model
-        if architecture := _longest_prefix(text, architectures):
-            return _by_name(architecture)
-    # Similar names would not help, because such models seldom have the same shapes.
+        full_name = _longest_prefix(text, [row.name for row in KNOWN])
+        if full_name:
+            return _by_name(full_name)
 
+        stem = re.sub(r"\.(safetensors|pth\.tar|pth|pt|bin)$", "", text)
+        model = _by_program(stem, {})
+        for name in (stem, stem.partition("-")[0]):
+            if model is None and name not in architectures:
+                model = _from_timm(name)
+        if model is not None:
+            return model
+
+        architecture = _longest_prefix(text, architectures)
+        if architecture:
+            return _by_name(architecture)
+
+    # Similar names would not help, because such models seldom have the same shapes.
     raise ValueError(
         f"{file}: neither its name nor a config.json next to it identifies the model: pass its timm"
         " name with --model NAME"
@@ -421,7 +432,8 @@ def with_published_config(
     if "fc_norm.weight" in loaded.weights and not model.model["name"].startswith("timm/"):
         model = replace(model, model={"global_pool": "avg", **model.model})
     head = loaded.weights.get(f"{model.head}.weight")
-    if head is None and family and not model.model["name"].startswith("timm/"):
+    is_unsupported = head is None and family and not model.model["name"].startswith("timm/")
+    if is_unsupported:
         raise ValueError(_unsupported_family(loaded.path, family))
 
     num_classes = 0 if head is None else head.shape[0]
@@ -472,19 +484,20 @@ def normalization_notes(loaded: LoadedWeights, data: DataConfig, in_chans: int =
         [round(fmean(values), 4)] if in_chans == 1 else [*values]
         for values in (theirs.mean, theirs.std)
     )
-    differences = [
-        abs(a - b)
-        for a_values, b_values in ((mean, [*data.mean]), (std, [*data.std]))
-        # A single value applies to all channels.
-        for a, b in zip(a_values * len(b_values), b_values * len(a_values), strict=True)
-    ]
-    if max(differences) < 0.5 / 255:  # half a level of 8-bit colors
+    difference = max(_difference(mean, data.mean), _difference(std, data.std))
+    if difference < 0.5 / 255:  # half a level of 8-bit colors
         return []
 
     return [
         f"the weights were trained with mean {mean} and std {std}, but this config has mean"
         f' {[*data.mean]} and std {[*data.std]}: set "data.mean={mean}" "data.std={std}"'
     ]
+
+
+def _difference(theirs: list[float], ours: Sequence[float]) -> float:
+    """Return the largest difference in a channel. A single value applies to all channels."""
+    pairs = zip(theirs * len(ours), [*ours] * len(theirs), strict=True)
+    return max(abs(their_value - our_value) for their_value, our_value in pairs)
 
 
 def _unsupported_family(path: Path, family: str) -> str:

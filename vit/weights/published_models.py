@@ -67,7 +67,7 @@ def own_model(architecture: str) -> dict[str, Any] | None:
         r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch(\d+)_\d+(_miil)?",
         architecture,
     )
-    if match is None or (match[2] == "medium" and match[1] != "deit3"):
+    if match is None or architecture.startswith(("vit_medium", "deit_medium")):
         return None
 
     fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[4]}"}

@@ -150,10 +150,12 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
             raise TypeError(
                 f"{name} is {tensor.dtype}: expected one of {', '.join(map(str, TYPES))}"
             )
-        begin = end
-        end += tensor.nbytes
-        shape = list(tensor.shape)
-        entries[name] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
 
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)

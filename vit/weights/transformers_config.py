@@ -124,7 +124,8 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         kind = content.get("image_processor_type", content.get("feature_extractor_type", "ViT"))
         kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", kind)
         content = {**_DEFAULTS.get(kind, {"default_to_square": True}), **content}
-        if lacking := [name for name in _VIT if name not in content]:
+        lacking = [name for name in _VIT if name not in content]
+        if lacking:
             raise ValueError(
                 f"{path}: {', '.join(lacking)} missing, and the defaults of {kind!r} are unknown:"
                 f" add these fields, or use the processor of {' or '.join(_DEFAULTS)}"
@@ -146,7 +147,8 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         end = _height_width(content["crop_size"]) if crops else cover
         crop_pct = crop_pct_of(size, cover)
         reached = tuple(int(side / crop_pct) for side in size)
-        if (end, reached) != (size, cover) or (shortest and not crops):
+        is_unsupported = (end, reached) != (size, cover) or (shortest and not crops)
+        if is_unsupported:
             cropped = f"a center crop of {content['crop_size']}" if crops else "no center crop"
             raise ValueError(
                 f"{path}: size {content['size']} and {cropped} do not give images of"
@@ -235,6 +237,6 @@ def class_names_in(path: Path, num_classes: int) -> list[str]:
 def _pair(size: object) -> tuple[int, int]:
     """Return (height, width) for a side or a pair. Raises TypeError for any other value."""
     sides = [size, size] if isinstance(size, int) else size
-    if not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):
+    if not isinstance(sides, list) or [type(side) for side in sides] != [int, int]:
         raise TypeError(f"a size of {size!r}")
     return sides[0], sides[1]
