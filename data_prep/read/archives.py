@@ -85,6 +85,7 @@ def inflate_tar(path: Path) -> Path:
     """
     stem = path.name.removesuffix(path.suffix)
     tar = path.with_name(stem if stem.endswith(".tar") else f"{stem}.tar")
+
     # Like gzip, give the tar the archive's modification time. A later run compares the two times.
     modified_ns = path.stat().st_mtime_ns
     if tar.exists():
@@ -94,6 +95,7 @@ def inflate_tar(path: Path) -> Path:
                 " differ: remove this tar, or pass it as SOURCE instead"
             )
         return tar
+
     opener = next(opener for magic, opener in OPENERS.items() if _head(path).startswith(magic))
     total = path.stat().st_size // 1_000_000
     with (
@@ -123,6 +125,7 @@ def _check_name(path: Path, name: str) -> None:
     # This test is fast and accepts most names.
     if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:
         return
+
     parts = re.split(r"[/\\]", name)
     if not parts[0] or re.match(r"[A-Za-z]:", name) or ".." in parts:
         raise _refused(path, name, "leads out of the archive")
@@ -150,6 +153,7 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
         end = os.fstat(file.fileno()).st_size if stop is None else stop
         members = walk(pread(file.fileno()), start, end)
         files = (member for member in members if _is_file(path, member))
+
         try:
             while batch := list(itertools.islice(files, BATCH)):
                 names, offsets, sizes, _ = zip(*batch, strict=True)
@@ -182,6 +186,7 @@ def small_members(
     problem = "not a tar or tar.gz, damaged or truncated"
     if kind and not kind.startswith("compressed"):
         problem = f"not a tar or tar.gz but {kind}"
+
     with readable(path, DAMAGE, problem), tarfile.open(path) as archive:
         for number, member in enumerate(archive):
             if member.size > most_bytes or number == most_members:
@@ -220,9 +225,11 @@ def walk_zip(path: Path) -> Iterator[Members]:
         raise PrepError(
             f"{path}: {problem} ({error}); copy or download it again and compare its size"
         ) from error
+
     if not any("/" in member.filename for member in table):
         for member in table:
             member.filename = member.filename.replace("\\", "/")
+
     for start in range(0, len(table), BATCH):
         batch = table[start : start + BATCH]
         for member in batch:
@@ -234,6 +241,7 @@ def walk_zip(path: Path) -> Iterator[Members]:
                     f"{path}: member {member.filename!r} is encrypted; expected a zip without a"
                     " password"
                 )
+
         if files := [member for member in batch if not member.is_dir()]:
             yield Members(
                 [member.filename for member in files],
@@ -252,6 +260,7 @@ def read_zip_member(sample: Sample) -> bytes:
         raise ValueError(
             f"the image has {sample.size:,} bytes, but at most {MAX_IMAGE_BYTES:,} are allowed"
         )
+
     fd = descriptor(sample.file)
     # This estimate suffices for most members: deflate adds fewer bytes, and most extra fields are
     # short.
@@ -262,6 +271,7 @@ def read_zip_member(sample: Sample) -> bytes:
             f"{sample.file} has no member at byte {sample.offset}: the file has changed or is"
             " damaged"
         )
+
     _, flags, method, crc, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(head)
     start = LOCAL_HEADER.size + name_bytes + extra_bytes
     if method == zipfile.ZIP_STORED:
@@ -277,6 +287,7 @@ def read_zip_member(sample: Sample) -> bytes:
             f"compressed with method {method}; expected a zip that uses deflate (8) or no"
             " compression (0)"
         )
+
     if flags & 8:  # The sizes and CRC follow the data, after an optional signature.
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:
@@ -290,6 +301,7 @@ def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, b
     position = sample.offset + max(len(head), start)
     compressed = head[start:]
     data = b""
+
     try:
         while True:
             data += inflater.decompress(compressed, sample.size + 1 - len(data))
@@ -302,6 +314,7 @@ def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, b
                     raise ValueError(f"{sample.file} ends inside the image")
     except zlib.error as error:
         raise ValueError(f"damaged inside {sample.file}: {error}") from error
+
     if len(data) > sample.size:
         raise ValueError(f"decompresses to more than the stated {sample.size:,} bytes")
     behind = inflater.unused_data

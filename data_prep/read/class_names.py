@@ -35,13 +35,16 @@ def choose_layout(
 ) -> tuple[SampleLayout, list[str]]:
     """Return the sample layout and the class names ([] if unknown). Raises PrepError.
 
-    info: the `_info.json` at `place`. first_tar: a local shard, whose sidecar records the layout if
-    another program wrote `_info.json`.
+    Args:
+        info: The `_info.json` at `place`.
+        first_tar: A local shard, whose sidecar records the layout if another program wrote
+            `_info.json`.
     """
     recorded_names = [str(name) for name in (info or {}).get("class_names") or []]
     recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
     if flags == NO_FLAGS:
         return recorded, recorded_names
+
     names = recorded_names if flags.classes is None else read_class_names(flags.classes)
     listed = tuple(names) if flags.classes is not None else recorded.class_names
     layout = SampleLayout(
@@ -49,6 +52,7 @@ def choose_layout(
     )
     if problems := layout_problems(layout.image, layout.label, layout.keys_with_dots, FLAGS):
         raise PrepError("; ".join(problems))
+
     if info is not None and names != recorded_names:
         had = f"{len(recorded_names):,} class names" if recorded_names else "no class names"
         raise PrepError(
@@ -62,6 +66,7 @@ def choose_layout(
             f"{place}: _info.json records an index made with {members or 'the usual members'}: to"
             " use other members, move _info.json away"
         )
+
     return layout, names
 
 
@@ -79,6 +84,7 @@ def read_class_names(path: Path) -> list[str]:
             f"--classes {path}: cannot be read ({reason}); expected a file with one class name per"
             " line"
         ) from error
+
     names = [line.strip() for line in text.strip().splitlines()]
     if "" in names or not names or names[0].startswith(("[", "{")):
         raise PrepError(f"--classes {path}: expected one class name per line, not JSON")
@@ -86,6 +92,7 @@ def read_class_names(path: Path) -> list[str]:
         raise PrepError(
             f"--classes {path}: {twice[0]!r} occurs twice: give each class a unique name"
         )
+
     for number, name in enumerate(names):
         if INTEGER.fullmatch(name) and int(name) != number:
             raise PrepError(

@@ -304,6 +304,7 @@ def split_by_hash(
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)
     ends = [max(0, min(round(total * len(keys)), len(keys) - 1)) for total in sums]
+
     first, *held_out = fractions
     shares = {first: order[ends[-1] :]}
     for split, (start, end) in zip(held_out, pairwise(ends), strict=True):
@@ -322,8 +323,10 @@ def add_images(
 ) -> None:
     """Add the images of a class.
 
-    folder: the subfolder of the class. paths: maps keys to paths below it. shares: maps splits to
-    keys.
+    Args:
+        folder: The subfolder of the class.
+        paths: Maps keys to paths below the subfolder.
+        shares: Maps splits to keys.
     """
     for split, keys in shares.items():
         if keys:

@@ -35,13 +35,17 @@ def download(
 ) -> None:
     """Download `url` (http or https) to `path`, with progress on stderr.
 
-    checksum: md5 or sha256 in hex, or "" for no check. accept: raises a PrepError that begins with
-    the path if the file is wrong. A file with this checksum is reused, and an existing
-    `<path>.part` is resumed. Raises PrepError if the file does not exist, has another checksum or
-    is not accepted, and ShardError if the server is unreachable.
+    An existing file with the right checksum is reused, and an existing `<path>.part` is resumed.
+    Raises PrepError if the file does not exist, has another checksum or is not accepted, and
+    ShardError if the server is unreachable.
+
+    Args:
+        checksum: The md5 or sha256 in hex, or "" for no check.
+        accept: A function that raises a PrepError that begins with the path if the file is wrong.
     """
     if not on_the_web(url):
         raise PrepError(f"{shown(url)}: expected an address that begins with http:// or https://")
+
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     kind = "sha256" if len(checksum) == 64 else "md5"
@@ -49,6 +53,7 @@ def download(
         try:
             with suppress(OSError):  # needed on file systems without locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # Only one process downloads the file.
+
             if path.exists():
                 if checksum and (actual := checksum_of(path, kind)) != checksum:
                     raise PrepError(
@@ -75,6 +80,7 @@ def download(
         finally:
             if part.exists() and not part.stat().st_size:
                 part.unlink()
+
     verified = f"{kind} verified" if checksum else "not compared with any checksum"
     print(f"{path}: exists, {verified}", file=sys.stderr, flush=True)
 
@@ -87,6 +93,7 @@ def download_archive(url: str, folder: Path, expected: str = "", name: str = "")
     url = resolve(url)
     if folder.exists() and not folder.is_dir():
         raise PrepError(f"{folder}: this is a file, but --download expects a folder")
+
     path = folder / (name or PurePosixPath(urllib.parse.urlsplit(url).path).name or "archive")
     is_new = not path.exists()
     download(url, path, expected, _read_table)
@@ -169,6 +176,7 @@ def _fetch(url: str, file: BinaryIO) -> None:
     """Download the bytes that `file` still lacks, and append them."""
     name = Path(file.name).name.removesuffix(".part")
     num_present = file.seek(0, os.SEEK_END)
+
     try:
         with WebFile(url, "", RetryPolicy(), start=num_present) as source:
             total = max(source.open().size - num_present, 0) // 1_000_000
@@ -178,6 +186,7 @@ def _fetch(url: str, file: BinaryIO) -> None:
                     meter.update((source.at - num_present) // 1_000_000)
     except FileNotFoundError as error:
         raise PrepError(f"{shown(url)}: {error.strerror}; correct the address") from error
+
     file.flush()
     os.fsync(file.fileno())
 

@@ -38,6 +38,7 @@ class Layout(NamedTuple):
         splits = [
             split if path in ("", split) else f"{split} ({path}/)" for split, path in paths.items()
         ]
+
         held_out = f", val ({val_fraction:.3g} of train)" if val_fraction else ""
         classes = self.listed.class_names or self.trees["train"].folders()
         return (
@@ -56,13 +57,15 @@ def read_layout(
 ) -> Layout:
     """Find the splits of a source.
 
-    choice: "splits" or "classes" if the user decided what the folders are. with_classes: whether
-    the source names the classes of images. out_name: the name of the output folder, if it is in
-    `root`. label_column: the column of classes in lists of labels.
-
     Raises PrepError if two readings are possible, folders with images would not be used, two
     folders are the same split, or there are val images without train images, and like `find_lists`
     and `read_lists`.
+
+    Args:
+        choice: "splits" or "classes" if the user decided what the folders are.
+        with_classes: Whether the source names the classes of images.
+        out_name: The name of the output folder, if it is in `root`.
+        label_column: The column of classes in lists of labels.
     """
     found = root.find()
     folders = {folder for folder in found.folders if folder[:1] != (out_name,)}
@@ -73,12 +76,14 @@ def read_layout(
         for path in sorted(found.lists)
         if outer[: max(0, path.count("/") - 1)] == tuple(path.split("/")[:-2])
     ]
+
     lists: list[LabelList] = []
     listed = Listed({}, [])
     if with_classes and not choice:
         lists, notes = find_lists(root, found, texts, label_column)
         listed = read_lists(root, lists, texts) if lists else listed
         listed.notes.extend(notes)
+
     bases = [each.base for each in lists]
     rest = {f for f in folders if not any(is_inside("/".join((*f, "")), base) for base in bases)}
     trees = dict(listed.trees)
@@ -86,6 +91,7 @@ def read_layout(
         of_folders, rest = _read_folders(root, rest, choice, with_classes)
         _check_apart(root, of_folders["train"], lists)
         trees = of_folders | trees
+
     in_order = dict(sorted(trees.items(), key=lambda item: ("train", "val", "test").index(item[0])))
     unused = [
         f"{'/'.join(folder) or 'SOURCE itself'} ({found.folders[folder]:,})"
@@ -119,10 +125,12 @@ def _read_folders(
     base = _inner_folder(folders, (), () if choice == "classes" else splits_anywhere)
     tree = subtree(root, base)
     names = _names(folders, base)
+
     # An empty folder of a split is an error, so it counts as well.
     splits = splits_of_folders(names.union(tree.folders()))
     folder_of = {split: (*base, name) for name, split in splits.items()}
     in_train = _names(folders, _inner_folder(folders, folder_of.get("train", base)))
+
     others = sorted(names - splits.keys())
     # A class named `train` beside other classes contains images, but no class folders.
     are_classes = others and not choice and (len(in_train) < 2 or not with_classes)
@@ -145,6 +153,7 @@ def _read_folders(
                 f"{tree}: some of the folders {few(sorted(splits))} mean the same split: merge,"
                 " rename or remove one of them, or use --layout classes if they are classes"
             )
+
     trees: dict[str, Tree] = {}
     for split in sorted(folder_of, key=("train", "val", "test").index):
         classes = trees["train"].folders() if trees and with_classes else []
@@ -153,6 +162,7 @@ def _read_folders(
         if not (split == "test" and classes and _is_unlabeled(root, folders, folder, classes)):
             trees[split] = subtree(root, folder)
             folders = {each for each in folders if each[: len(folder)] != folder}
+
     return trees, folders
 
 
@@ -198,10 +208,12 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
             " train/<class>/* and val/<class>/*, or only <class>/*. If these folders are the"
             " classes, use --layout classes"
         )
+
     inner = [_names(folders, _inner_folder(folders, (*base, name))) for name in names]
     common = set[str].intersection(*inner) if len(inner) > 1 else set[str]()
     # Subfolders like 2023 and 2024 are hardly classes, unless all names are numbers.
     are_names = any(map(str.isalpha, "".join(common))) or not any(map(str.isalpha, "".join(names)))
+
     with_splits = [each for each in inner if {"train"} < set(splits_of_folders(each).values())]
     if with_splits or (len(common) > 1 and are_names):
         raise PrepError(

@@ -42,6 +42,7 @@ def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
     }
     for readme in readmes:
         kinds = kinds or _kinds_in_readme(readme, schema.names)
+
     features = Features()
     for name, kind in kinds.items():
         if kind == "image":
@@ -51,6 +52,7 @@ def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
             if isinstance(names, dict):  # README.md maps numbers, written as text, to names.
                 names = [names[number] for number in sorted(names, key=int)]
             features.class_names[name] = [str(name) for name in names]
+
     return features
 
 
@@ -76,12 +78,15 @@ def choose_column(
 ) -> str:
     """Return the column `name`, the only candidate, or the only candidate with a usual name.
 
-    name: the value of `flag`, if the user gave it. place: the file to name in a PrepError.
+    Args:
+        place: The file to name in a PrepError.
+        name: The value of `flag`, if the user gave it.
     """
     usual = [column for column in candidates if column.lower() in usual_names]
     possible = usual if len(usual) == 1 else candidates
     if name in columns or (name is None and len(possible) == 1):
         return name or possible[0]
+
     listed = ", ".join(columns)
     if name is not None:
         raise PrepError(

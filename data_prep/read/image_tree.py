@@ -107,6 +107,7 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
             f"{error.filename or folder}: cannot be listed ({error.strerror}): fix the permissions,"
             " or move the folder elsewhere"
         ) from error
+
     folders = [name for name, is_folder, _ in visible if is_folder]
     files = [name for name, is_folder, _ in visible if not is_folder]
     for name, is_folder, is_link in visible:
@@ -131,6 +132,7 @@ def images_below(
         place = os.path.realpath(current)
         if place in above:
             raise PrepError(f"{current}: this link leads to a parent folder: remove the link")
+
         folders, files = listed(current)
         waiting += [(f"{prefix}{name}/", above | {place}) for name in folders]
         for name in files:

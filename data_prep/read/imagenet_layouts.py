@@ -152,6 +152,7 @@ def _inner_tars(path: Path) -> list[TarPlace]:
             base = name.rpartition("/")[2]
             if base.startswith("."):  # macOS writes a file `._x` next to x.
                 continue
+
             wnid, _, extension = base.rpartition(".")
             if not WNID.fullmatch(wnid) or extension != "tar":
                 raise PrepError(
@@ -203,6 +204,7 @@ def _zip_images(path: Path, split: str, _: Builder) -> Iterator[ImageNetImages]:
         for row, place in enumerate(places):
             if place is not None and place[0] == split:
                 of_class[place[1]][row] = place[2]
+
         for wnid, names in of_class.items():
             rows = list(names)
             yield ImageNetImages(
@@ -216,6 +218,7 @@ def zip_layout(path: Path, split: str, wnids: set[str]) -> ImageNetLayout:
     title = (
         f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
     )
+
     return ImageNetLayout(
         split,
         title,
@@ -243,11 +246,13 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNe
                     " in its WordNet ID"
                     + (f", and label {label} is {wnid_of[label]} elsewhere" if wnid else "")
                 )
+
         names = [
             match[1] + os.path.splitext(name)[1] if match else name
             for match, name in zip(matches, rows.names, strict=True)
         ]
         yield ImageNetImages(rows.file, "", names, rows.offsets, rows.sizes, wnids)
+
     if [wnid_of[label] for label in sorted(wnid_of)] != sorted(set(wnid_of.values())):
         raise PrepError(
             f"{files[0].parent}: the labels do not follow the order of the WordNet IDs; expected"
@@ -313,8 +318,10 @@ def read_devkit(path: Path) -> dict[str, str]:
             f"{path}: contains no {' and no '.join(missing)}; expected ImageNet's development kit"
             " for tasks 1 and 2"
         )
+
     wnids = _wnids_by_id(files[META], f"{path}: {META}")
     lines = _text(files[TRUTH], f"{path}: {TRUTH}").split()
+
     labels = {}
     for number, line in enumerate(lines, 1):
         if not line.isdecimal() or int(line) not in wnids:
@@ -341,6 +348,7 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
             f"{place}: not the kit's class table ({type(error).__name__}: {error}); download the"
             " kit again"
         ) from error
+
     if strange := [wnid for wnid in wnids.values() if not WNID.fullmatch(wnid)]:
         raise PrepError(f"{place}: {strange[0]!r} is not a WordNet ID; download the kit again")
     return wnids
@@ -372,10 +380,12 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
                 f"{place}: the columns are {', '.join(columns) or 'none'}; expected"
                 " ImageId,PredictionString"
             )
+
         for row in rows:
             name = row["ImageId"] or ""
             wnid = (row["PredictionString"] or "").strip().partition(" ")[0]
             line = f"{place}: line {rows.line_num}:"
+
             if not WNID.fullmatch(wnid):
                 raise PrepError(
                     f"{line} expected a WordNet ID and a box for {name!r}, found"
@@ -405,5 +415,6 @@ def read_all_labels(files: Sequence[ValLabels]) -> Mapping[str, str]:
                 f" {labels[name]}; {len(differing):,} labels differ: pass only the correct label"
                 " file"
             )
+
         labels |= more
     return labels

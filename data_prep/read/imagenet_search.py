@@ -110,6 +110,7 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
         )
     except (PrepError, StopIteration) as error:
         problem = str(error) or f"{path}: an empty tar; download it again"
+
     is_task_3 = "_t3" in path.name.lower()  # the tar of 120 dog breeds
     if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and not is_task_3:
         search.layouts.append(nested_tar(path))
@@ -131,6 +132,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
                 table = Sample("", 0, name, str(path), int(offset), int(size))
                 read = partial(read_kaggle_table_in_zip, table)
                 search.labels.append(ValLabels(path, "Kaggle's table in the zip", read, (path,)))
+
     search.layouts += [zip_layout(path, split, wnids[split]) for split in sorted(wnids)]
     if named and not wnids:
         raise PrepError(
@@ -160,6 +162,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
         raise PrepError(
             f"{folder}: contains finished shards (_info.json) instead of ImageNet's original files"
         )
+
     wnids = [name for name in folders if WNID.fullmatch(name)]
     usual = [name for name in folders if name.lower() in FOLDERS]
     strange = sorted(set(folders) - {*wnids, *usual})
@@ -168,6 +171,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     )
     has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
     is_split = folder.name.lower() in SPLIT_FOLDERS
+
     if strange and (wnids or (is_split and not (usual or is_flat or has_archives))):
         raise PrepError(
             f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
@@ -176,6 +180,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
         )
     if named and not (wnids or usual or is_flat):
         search.remarks.append(f"{folder} contains {few(sorted(folders + files))}")
+
     if wnids:
         search.layouts.append(tree(_split_of_tree(folder, wnids), folder, wnids))
     if is_flat:
@@ -183,6 +188,7 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     if {META, TRUTH} <= set(files):
         read = partial(read_devkit, folder)
         search.labels.append(ValLabels(folder, KIT, read, (folder / META, folder / TRUTH)))
+
     for name in files:
         _look_at_file(folder / name, search, named=False)
     for name in usual:
@@ -199,6 +205,7 @@ def find_layouts(paths: Sequence[Path]) -> Search:
         require(path, "ImageNet's archives, or a folder that contains them")
         look = _look_into if path.is_dir() else _look_at_file
         look(path, search, named=True)
+
     layouts = [*search.layouts, *map(folder_of_tars, _by_folder(search.inner_tars).values())]
     for files in _by_folder(search.parquets).values():
         for split in ("train", "val"):
@@ -206,6 +213,7 @@ def find_layouts(paths: Sequence[Path]) -> Search:
                 file for file in files if SPLIT_FOLDERS.get(file.name.split("-")[0]) == split
             ]:
                 layouts.append(parquet_layout(split, of_split))
+
     search.layouts = []
     for split in ("train", "val"):
         once = {(layout.title, layout.path): layout for layout in layouts if layout.split == split}

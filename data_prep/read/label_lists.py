@@ -108,14 +108,17 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
             split = {"1": "train", "0": "test"}.get(is_train.get(number, ""), "")
             yield [file, labels.get(number, ""), split]
         return
+
     lines: Iterator[str] = filter(str.strip, root.lines(path))
     first = next((line for line in lines if not line.startswith("#")), "")
     if "\0" in first:
         raise PrepError(f"{root.file / path}: a text in UTF-16: save it as UTF-8, or remove it")
     lines = chain([first] * bool(first), lines)
+
     # Excel writes semicolons where the comma is the decimal point.
     delimiter = "\t" if "\t" in first else min(",;", key=lambda each: f"{first}{each}".index(each))
     match = _IMAGE.match(first)
+
     with readable(root.file / path, (ValueError, csv.Error), "not a table"):
         if path.endswith(".jsonl"):
             names = list(json.loads(first))
@@ -180,6 +183,7 @@ def find_lists(
     opened = {path: _open_list(root, found, path, label_column) for path in texts}
     found_lists = [each for each in opened.values() if isinstance(each, LabelList)]
     splits = {each.split for each in found_lists}
+
     lists: list[LabelList] = []
     # Beside lists of the splits, a list of all images is not needed.
     chosen = splits - {""} if "train" in splits else splits
@@ -195,6 +199,7 @@ def find_lists(
             )
         # train1.txt, train2.txt, ... are partitions.
         lists.append(min(of_split, key=lambda each: (len(each.path), each.path)))
+
     reasons = {each.path: "repeat images of other lists" for each in found_lists}
     reasons |= {path: each for path, each in opened.items() if isinstance(each, str) and each}
     unused = defaultdict[str, list[str]](list)
@@ -210,15 +215,18 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     splits = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
     splits = splits or {split_of(os.path.basename(folder)) or ""}
     split = splits.pop() if len(splits) == 1 else ""  # train_test_split.txt
+
     columns: Sequence[int] = range(max(map(len, rows), default=0))
     # The number of a class may be the name of an image as well.
     paths = [c for c in columns if all(_IMAGE.match(_cell(row, c)) for row in rows[1:] or rows)]
     places = sorted(
         place for c in paths or columns for place in _places(root, found, path, split, rows, c)
     )
+
     if not places:
         is_list = any(_IMAGE.match(cell) for row in rows for cell in row)
         return "do not name the images in a folder" if is_list else ""
+
     *_, file, base = places[0]
     has_header = not (
         _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
@@ -226,6 +234,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     )
     in_folders = all(_class_folder(_parts(_cell(row, file))) for row in rows[has_header:])
     others = [column for column in range(len(rows[0])) if column != file]
+
     # A table may begin with the numbers of its rows.
     label, split_column = min(others, key=lambda k: (k < file, k), default=None), None
     if has_header:
@@ -237,6 +246,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
         usual = [name for name in names if name.lower() in LABEL_NAMES]
         label = None
         place = os.path.join(str(root), path)
+
         # The columns of a metadata.csv of Hugging Face may be captions.
         if names and not (usual or label_column) and in_folders and "metadata." not in name:
             raise PrepError(
@@ -247,10 +257,12 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
         if names and (usual or label_column or not in_folders):
             name = choose_column(place, "--label-column", label_column, usual or names, rows[0])
             label = rows[0].index(name)
+
     if not paths and label is not None:
         labels = [_cell(row, label) for row in islice(_rows(root, path), int(has_header), None)]
         if len(set(labels)) == len(labels):  # a list of classes, whose numbers name images as well
             return ""
+
     split = "" if split_column is not None else split
     start = len(base.split("/")) if base else 0
     below = [each[start:][:1] for each in found.folders if is_inside("/".join(each), base)]
@@ -258,6 +270,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     of_folders = of_folders if "train" in of_folders.values() else {}
     if label is None and not (in_folders and (split or split_column is not None or of_folders)):
         return "contain no labels"
+
     if len({place[:-1] for place in places[:2]}) < len(places[:2]):
         raise PrepError(
             f"{root}: the images that {path} names are in several folders:"
@@ -277,6 +290,7 @@ def _places(
         outer = {each[: len(each) - len(inner)] for each in found.folders}
         bases = {"/".join(each) for each in outer if (*each, *inner) in found.folders and name}
         hits.update(base for base in bases if _exists(root, _joined(base, *inner, name)))
+
     # Without folders, the paths of a list of several class folders fit each of them a little.
     for base, number in ((base, n) for base, n in hits.items() if 3 * n >= len(rows)):
         is_other_split = (split or "train") not in map(split_of, base.split("/"))
@@ -311,6 +325,7 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
                 wrong.append(f"{path} ({(label or 'no label') if split else 'no split'})")
             elif paths_of.setdefault(path, paths) is not paths:
                 wrong.append(f"{path} ({split}: {label})")
+
     ignored = Ignored()
     below = Counter[str]()
     unlisted = Counter[str]()
@@ -322,6 +337,7 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
             paths_of.pop(listed).append(path)
         elif inside:
             unlisted[os.path.dirname(path) or "SOURCE itself"] += 1
+
     wrong += [f"{path} (missing)" for path in paths_of]
     if wrong:
         raise PrepError(
@@ -330,10 +346,12 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
             f" name an image that is missing{ignored.images_in_brackets()}: {few(wrong)}; correct"
             " or remove these rows, or use --layout to ignore the lists"
         )
+
     of_train = {label: paths for each in images for label, paths in each.get("train", {}).items()}
     labels = {label for of_list in images for label in chain.from_iterable(of_list.values())}
     files = {each for each in texts if _CLASS_FILE.fullmatch(each)} - {each.path for each in lists}
     names, source = _name_classes(root, sorted(files), labels, of_train)
+
     trees: dict[str, Tree] = {}
     described = []
     for each, of_list in zip(lists, images, strict=True):
@@ -343,6 +361,7 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
             trees[split] = TableTree(subtree(root, filter(None, each.base.split("/"))), by_class)
         number = sum(len(paths) for of_split in of_list.values() for paths in of_split.values())
         described.append(f"{each.path} ({number:,} of {counted(below[each.base], 'image')})")
+
     folders = [f"{folder} ({number:,})" for folder, number in unlisted.most_common()]
     return Listed(
         trees,
@@ -357,10 +376,13 @@ def _name_classes(
 ) -> tuple[dict[str, str], str]:
     """Return the name of each label, in the order of numbers, and a text about the names.
 
-    files: the paths of files of classes. of_train: the training images of each label.
+    Args:
+        files: The paths of files of classes.
+        of_train: The training images of each label.
     """
     if not all(map(str.isdecimal, labels)):
         return {label: label for label in labels}, ""
+
     labels_in_order = sorted(labels, key=int)
     numbers = list(map(int, labels_in_order))
     in_paths: dict[str, dict[int, str]] = {}
@@ -370,6 +392,7 @@ def _name_classes(
             for label, paths in of_train.items()
         }
         in_paths[source] = {label: min(v) for label, v in found.items() if len(v) == 1}
+
     candidates: list[tuple[str, Mapping[int, str]]] = []
     for file in files:
         lines = [line.strip() for line in root.lines(file) if line.strip()]
@@ -383,10 +406,12 @@ def _name_classes(
         is_clear = has_all and (of_train or lines == sorted(lines))
         in_order = dict(enumerate(lines, numbers[0])) if is_clear else {}
         candidates += [(file, numbered), (file, in_order)]
+
     if not files:
         names_of_numbers = dict(zip(numbers, labels_in_order, strict=True))
         candidates = [*in_paths.items(), ("the numbers", names_of_numbers)]
     range_of_labels = f"{labels_in_order[0]} to {labels_in_order[-1]}"
+
     for source, names in candidates:
         of_label = {label: names.get(int(label), "") for label in labels_in_order}
         if len({*of_label.values()} - {""}) == len(labels):
@@ -397,9 +422,11 @@ def _name_classes(
                         f"{root}: class {other[0]} is {names[other[0]]} in {source}, but"
                         f" {others[other[0]]} in {place}: correct or remove {source}"
                     )
+
             is_moved = numbers != [*range(len(numbers))]
             moved = f"; {range_of_labels} become the labels from 0 on" * is_moved
             return of_label, f"; class names: {source}{moved}"
+
     raise PrepError(
         f"{root}: {few(files)}: expected the names of the classes {range_of_labels} with these"
         " numbers, or one per line if their order is clear; correct or remove this file"

@@ -69,6 +69,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise PrepError("reading parquet files needs pyarrow: pip install pyarrow") from error
+
     problem = "not a complete parquet file"
     try:
         # pyarrow cannot open a path that is not UTF-8.
@@ -99,6 +100,7 @@ def label_problem(schema: Any, name: str) -> str:
     value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if re.match("u?int|(large_)?string|bool|halffloat|float|double|null", str(value)):
         return ""
+
     if "list" in str(kind).partition("<")[0]:
         return (
             f"has several values in a row ({kind}); vitline trains with one class per image: choose"
@@ -166,11 +168,13 @@ def _read_rows(
         read = [columns.label]
         if target is not None or has_path:
             read.append(f"{columns.image}.path" if target is None else columns.image)
+
         for batch in file.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
             names = [""] * len(batch)
             if has_path:
                 paths = batch.column(columns.image).field("path")
                 names = [name or "" for name in paths.to_pylist()]
+
             rows["names"] += names
             rows["labels"] += _labels(batch.column(columns.label))
             if target is not None:
@@ -179,6 +183,7 @@ def _read_rows(
                 for content in data.to_pylist():
                     rows["sizes"].append(target.write(content or b""))
                     count_one(rows["sizes"][-1])
+
     return rows
 
 
@@ -230,6 +235,7 @@ def spool(files: Sequence[Path], builder: Builder, columns: Columns) -> Iterator
         for path in files:
             yield _listed(path, columns)
         return
+
     copies = [_Copy(path, columns, _place(path, columns, builder.spool)) for path in files]
     todo = [copy for copy in copies if not _is_copied(copy.images)]
     if todo:
@@ -240,9 +246,11 @@ def spool(files: Sequence[Path], builder: Builder, columns: Columns) -> Iterator
             f"{counted(len(todo), 'parquet file is', 'parquet files are')} copied once to"
             f" {builder.spool}: {need / 1e9:,.1f} GB of {free / 1e9:,.1f} GB free"
         )
+
         if need > free:
             raise PrepError(f"{plan}: free some space, or choose a larger disk with --out")
         print(f"{plan}; the copy is removed when the shards are complete", flush=True)
+
         first = random.SystemRandom().randrange(len(todo))
         todo = todo[first:] + todo[:first]
         run_jobs(
@@ -253,6 +261,7 @@ def spool(files: Sequence[Path], builder: Builder, columns: Columns) -> Iterator
             num_images=num_rows,
             unit="files",
         )
+
     for copy in copies:
         rows = read_json(copy.images.with_suffix(".json"))
         assert rows is not None, copy.images

@@ -28,9 +28,13 @@ def add_records(
 ) -> None:
     """Add the images in an uncompressed file, which begin at equal distances, to a split.
 
-    labels: one per image. labels_path: the label file, named in the PrepError for a wrong label.
-    first: the offset of the first image in bytes. step: the distance between the starts of two
-    images in bytes. names, keys: the beginnings of the images' names and keys.
+    Args:
+        labels: One per image.
+        labels_path: The label file, named in the PrepError for a wrong label.
+        first: The offset of the first image in bytes.
+        step: The distance between the starts of two images in bytes.
+        names: The beginning of the images' names.
+        keys: The beginning of the images' keys.
     """
     num_classes = len(builder.class_names)
     if labels.max() >= num_classes:
@@ -39,6 +43,7 @@ def add_records(
             f"{labels_path}: record {number} has label {labels[number]}, expected 0 to"
             f" {num_classes - 1}: download the file again"
         )
+
     numbers = range(len(labels))
     builder.add(
         split,

@@ -43,6 +43,7 @@ def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
         if len(words) == 1:
             rest = re.sub(_FILLER, "", _WORD.sub("", name.lower()))
             by_rest[rest][name] = SPLIT_WORDS[words[0]]
+
     found = by_rest.pop("", {})
     for group in by_rest.values():
         if "train" not in found.values() and {"train"} < set(group.values()):

@@ -48,10 +48,12 @@ def write_card(place: Output | Path | str) -> None:
     output = place if isinstance(place, Output) else Output(place)
     with output.staging() as folder:
         card = load_card(output, folder)
+
         # Create the text and the picture before writing, so that an undecodable image does not
         # destroy the old card.
         picture = contact_sheet(card)
         text = card_text(card).encode("utf-8", "replace")
+
         sheet = folder / "contact_sheet.png"
         with replacing(sheet) as file:
             picture.save(file, "PNG")
@@ -59,6 +61,7 @@ def write_card(place: Output | Path | str) -> None:
             file.write(text + _seal(text, sheet))
         output.publish(sheet)
         output.publish(folder / "dataset.md")
+
     write_readme(output, card.info)
 
 
@@ -68,6 +71,7 @@ def is_as_written(folder: Path) -> bool:
     sheet = folder / "contact_sheet.png"
     if not card.exists() or not sheet.exists():
         return False
+
     content = card.read_bytes()
     text = content[: content.rfind(SEAL[:5])]
     return content == text + _seal(text, sheet)
@@ -87,6 +91,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
     """
     if "shards_at" in info or output.size("README.md") >= 0:
         return
+
     # Hugging Face accepts only split names of this form.
     if all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
         output.write("README.md", readme(info).encode())
@@ -95,6 +100,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 def readme(info: Mapping[str, Any]) -> str:
     """Return README.md, which lists each split's files in Hugging Face's YAML format."""
     everything = {name for described in info["splits"].values() for name in described["filenames"]}
+
     files = []
     for split, described in info["splits"].items():
         names = described["filenames"]
@@ -107,6 +113,7 @@ def readme(info: Mapping[str, Any]) -> str:
             "    path:",
             *(f"    - {json.dumps(path)}" for path in paths),
         ]
+
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
     text = (  # Rewording changes the output bytes.
         "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
@@ -127,12 +134,14 @@ def contact_sheet(card: Card) -> Image.Image:
     labels = np.flatnonzero(card.images_per_class(split)).tolist()
     num_shown = min(len(labels), SHEET_CELLS)
     copies = min(COLUMNS, SHEET_CELLS // num_shown)
+
     cells: list[tuple[int, int | None]] = []  # (label, row); row is None for an empty cell
     for number in range(num_shown):
         label = labels[number * len(labels) // num_shown]
         rows = np.flatnonzero(card.labels(split) == label)
         chosen = [int(rows[place]) for place in spread(len(rows), copies, label)]
         cells += [(label, row) for row in [*chosen, *[None] * (copies - len(chosen))]]
+
     columns = min(COLUMNS - COLUMNS % copies, len(cells))
     num_lines = math.ceil(len(cells) / columns)
 
@@ -147,15 +156,18 @@ def contact_sheet(card: Card) -> Image.Image:
 
     with ThreadPoolExecutor(THREADS) as pool:
         images = list(pool.map(thumbnail, cells))
+
     for place, ((label, _), image) in enumerate(zip(cells, images, strict=True)):
         if image is None:
             continue
+
         left = MARGIN + place % columns * (CELL + GAP)
         top = MARGIN + place // columns * (CELL + TEXT_HEIGHT + GAP)
         draw.rectangle((left, top, left + CELL - 1, top + CELL - 1), PALE)
         sheet.paste(image, (left + (CELL - image.width) // 2, top + (CELL - image.height) // 2))
         name = shortened(card.class_name(label), lambda text: font.getlength(text) <= CELL)
         draw.text((left + CELL / 2, top + CELL + TEXT_HEIGHT / 2), name, INK, font, anchor="mm")
+
     return sheet
 
 

@@ -106,6 +106,7 @@ class Card(Classes):
         shard = bisect.bisect_right(first_samples(described["shard_lengths"]), row) - 1
         tar = f"{self.tars_at}/{described['filenames'][shard]}"
         data = _read_range(tar, int(sample["offset"]), int(sample["size"]))
+
         try:
             return Image.fromarray(decode(data))
         except ValueError as error:
@@ -123,11 +124,13 @@ def load_card(output: Output, folder: Path) -> Card:
     info = output.read_json("_info.json") if output.local is None else read_info(output.local)
     if info is None:
         raise ShardError(f"{output}: no _info.json; expected a finished data set")
+
     indexes = {split: _load_index(output, split, folder) for split in info["splits"]}
     quarantined = []
     if info.get("quarantined"):
         lines = output.fetch("quarantine.jsonl", folder).read_bytes().splitlines()
         quarantined = [json.loads(line) for line in lines]
+
     return Card(info, indexes, str(info.get("shards_at", output)), quarantined)
 
 
@@ -145,6 +148,7 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
     if "://" not in place:
         with open(place, "rb") as file:
             return os.pread(file.fileno(), size, offset)
+
     import fsspec  # fsspec loads slowly, and a local folder does not need it.
 
     system, path = fsspec.core.url_to_fs(place)
@@ -156,6 +160,7 @@ def card_text(card: Card) -> str:
     has_labels = card.info.get("num_classes") != 0
     classes = f"of {card.num_classes:,} classes" if has_labels else "without labels"
     counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
+
     paragraphs = [
         f"# {card.name}",
         f"{card.num_images:,} images {classes}: {counts}.",
@@ -212,6 +217,7 @@ def _splits(card: Card) -> str:
         )
         for split, index in card.indexes.items()
     ]
+
     return markdown_table(
         ("split", "images", "per class", "shards", "MB of images", "skipped"), rows
     )
@@ -224,16 +230,19 @@ def _sizes(card: Card) -> list[str]:
     )
     shorter = np.minimum(width, height)
     columns = {"width": width, "height": height, "shorter side": shorter, "bytes": num_bytes}
+
     rows = []
     for title, values in columns.items():
         quantiles = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
         rows.append((title, *(f"{int(value):,}" for value in quantiles)))
+
     pairs, counts = np.unique(width.astype(np.uint32) << 16 | height, return_counts=True)
     most = np.argsort(-counts, kind="stable")[:5]
     common = ", ".join(
         f"{pairs[k] >> 16} x {pairs[k] & 65535} ({_percent(counts[k], len(shorter))})" for k in most
     )
     more = f", and {len(pairs) - len(most):,} others" if len(pairs) > len(most) else ""
+
     return [
         "Over all splits, in pixels and bytes:",
         markdown_table(("", *QUANTILES), rows),
@@ -251,6 +260,7 @@ def histogram(sides: np.ndarray) -> str:
     """Draw a text bar for each SIDE_EDGES bin, from the first to the last nonempty bin."""
     counts, _ = np.histogram(sides, SIDE_EDGES)
     filled = np.flatnonzero(counts)
+
     lines = []
     for k in range(filled[0], filled[-1] + 1):
         bar = "█" * round(BAR * counts[k] / counts.max())
@@ -270,6 +280,7 @@ def _colors(card: Card) -> list[str]:
         (name, *(f"{value:.3f}" for value in values))
         for name, values in (("mean", mean), ("std", std))
     ]
+
     return [
         f"Computed over {number} images of `{split}` with equal weight, decoded in full. Red,"
         " green and blue range from 0 to 1:",
@@ -296,6 +307,7 @@ def color_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.nd
 def _conversions(card: Card) -> list[str]:
     if "catalog" not in card.info:
         return ["Unknown, because another program wrote these shards."]
+
     lines = ["No image was converted."]
     if changed := card.info.get("changed"):
         rows = [(reason, f"{count:,}") for reason, count in sorted(changed.items())]
@@ -306,6 +318,7 @@ def _conversions(card: Card) -> list[str]:
         ]
     if turned := card.info.get(EXIF_ORIENTED):
         lines.append(f"{exif_summary(turned, card.num_images)}.")
+
     if not card.quarantined:
         return [*lines, "No image was skipped."]
     reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
@@ -331,6 +344,7 @@ def _restart_markers(changed: Mapping[str, int]) -> list[str]:
             marked += count
     if not marked and not unchanged:
         return []
+
     line = (
         f"{marked:,} images got restart markers and better Huffman tables, with other bytes but the"
         " same pixels in every decoder."

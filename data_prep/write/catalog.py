@@ -69,6 +69,7 @@ class Source:
         """Return a sha256 of everything that affects the catalog, or None without `inputs`."""
         if self.inputs is None:
             return None
+
         inputs = [
             (os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in self.inputs
@@ -113,6 +114,7 @@ def open_catalog(
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
     folder, lock = locked_folder(root / "_catalog")  # Other processes keep a locked folder.
+
     try:
         try:
             with closing(Builder(folder, seed, workers, root / SPOOL, dry)) as builder:
@@ -124,6 +126,7 @@ def open_catalog(
             if error.filename is None:  # The error for a full disk contains no file name.
                 error.filename = str(folder)
             raise
+
         yield catalog
     finally:
         _open_table.cache_clear()  # Cached tables still map the files.
@@ -145,6 +148,7 @@ class Builder:
         self.dry = dry
         """True for a dry run, which skips all steps that are needed only for reading images."""
         self._spool = spool
+
         self.class_names: list[str] = []
         self.files: list[str] = []
         self.notes: list[str] = []
@@ -191,14 +195,17 @@ class Builder:
     ) -> None:
         """Add samples from one file to a split. The first split is for training.
 
-        names: the original names. keys: by default, names without extension. `safe_key` replaces
-        unsafe characters. sizes: in bytes, below 4 GiB.
+        Args:
+            names: The original names.
+            keys: By default, names without extension. `safe_key` replaces unsafe characters.
+            sizes: In bytes, below 4 GiB.
         """
         if len(sizes) and (largest := int(np.max(sizes))) >> 32:
             raise PrepError(
                 f"{self.files[file]}: contains an image of {largest:,} bytes, but the limit is 4"
                 " GiB"
             )
+
         if keys is None:
             keys = [os.path.splitext(name)[0] for name in names]
         if SAFE_KEYS.fullmatch("\n".join([*keys, ""])) is None or any("\n" in key for key in keys):
@@ -207,6 +214,7 @@ class Builder:
             f"{key}\0{name}".encode("utf-8", "surrogateescape")
             for key, name in zip(keys, names, strict=True)
         ]
+
         rows = np.empty(len(texts), ROW)
         rows["file"] = file
         rows["label"] = labels
@@ -216,6 +224,7 @@ class Builder:
         hashes = np.empty(len(texts), HASH)
         hashes["hash"] = key_hashes(keys, self.seed)
         hashes["label"] = labels
+
         if split not in self._written:
             paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
             self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see close)
@@ -265,14 +274,17 @@ class Builder:
                 for part in np.array_split(rows, len(rows) // 65536 + 1)
             ]
         )
+
         rows = rows[np.lexsort((hashes, table.rows["label"]))]
         members = table.rows["label"][rows]
         rank = np.arange(len(rows)) - np.searchsorted(members, members)
         per_class = self.count(split)[members]
+
         held = np.zeros(len(table), bool)
         held[rows[rank < np.minimum(np.round(fraction * per_class), per_class - 1)]] = True
         if not held.any():
             return
+
         for kind, dtype in (("rows", ROW), ("hashes", HASH)):
             path = self.folder / f"{split}.{kind}.bin"
             with (
@@ -284,6 +296,7 @@ class Builder:
                     remaining.write(chunk[~chosen].tobytes())
                     moved.write(chunk[chosen].tobytes())
             os.replace(self.folder / "remaining", path)
+
         shutil.copyfile(self.folder / f"{split}.text.bin", self.folder / f"{into}.text.bin")
         counted = self._per_class(table.rows["label"][held])
         self._counts[split] = self._counts[split] - counted
@@ -292,14 +305,16 @@ class Builder:
     def report_held_out(self, split: str, fraction: float, flag: str) -> None:
         """Report the classes of train without an image in `split`, or a val that is small.
 
-        fraction: the fraction of each class that was held out, 0 if the source has the split or
-        nothing was held out. flag: the command-line flag that sets it, with {} in place of the
-        value.
+        Args:
+            fraction: The fraction of each class that was held out, 0 if the source has the split
+                or nothing was held out.
+            flag: The command-line flag that sets it, with {} in place of the value.
         """
         held = self.count(split)
         lacking = np.flatnonzero((held == 0) & (self.count("train") > 0))
         counts = self.count("train")[lacking].tolist()
         names = [self.class_names[label] for label in lacking]
+
         if fraction and counts:
             # A class of n images has one in `split` if fraction * n exceeds 0.5.
             larger = [count for count in counts if count > 1]
@@ -337,6 +352,7 @@ class Builder:
                 raise PrepError(f"split {split!r} has no samples")
             digest.update(f"{split}\t{count.sum()}\n".encode())
             _write_order(Table(self.folder, split, self.files), self.folder, digest)
+
         return Catalog(
             self.folder,
             class_names=self.class_names,
@@ -378,16 +394,19 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
         np.lib.format.write_array_header_1_0(
             file, {"descr": "<u8", "fortran_order": False, "shape": (len(table),)}
         )
+
         for part in range(parts):
             low, high = np.uint64(part * width), np.uint64((part + 1) * width - 1)
             chosen = []
             for start, chunk in _chunks(folder / f"{table.split}.hashes.bin", HASH):
                 inside = np.flatnonzero((chunk["hash"] >= low) & (chunk["hash"] <= high))
                 chosen.append((start + inside, chunk[inside]))
+
             rows, hashes = (np.concatenate(column) for column in zip(*chosen, strict=True))
             by_hash = np.argsort(hashes["hash"], kind="stable")
             rows = rows[by_hash]
             hashes = hashes[by_hash]
+
             # Only one in 10**11 data sets has two different keys with the same hash.
             for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
                 first, second = (table.text(int(row))[0] for row in rows[same : same + 2])
@@ -398,6 +417,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
                     hashes[[same, same + 1]] = hashes[[same + 1, same]]
             file.write(rows.astype("<u8").tobytes())
             digest.update(hashes.tobytes())
+
     if twice:
         raise PrepError(
             f"split {table.split!r}: {len(twice)} keys are not unique (dots, slashes and blanks"

@@ -85,6 +85,7 @@ class ImagePolicy:
         short = self.resize_short_side
         if short is None or min(width, height) <= short:
             return width, height
+
         if width <= height:
             return short, int(short * height / width)
         return int(short * width / height), short
@@ -134,6 +135,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     except ValueError:
         # The file is usually in another format, but Pillow can also read some odd JPEG headers.
         return _by_pillow(data, policy)
+
     try:
         check_jpeg(header)
     except ValueError as error:
@@ -155,6 +157,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
         return _by_pillow(data, policy, jpeg_problem=error)
     if untouched:
         return Prepared(data, *header.size, None, asks)
+
     image = Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels)
     return _encode(image, header.size, header.orientation, policy, [])
 
@@ -194,6 +197,7 @@ def _by_pillow(
             change += _note_on_range(image, converted)
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
+
     size = image.size
     orientation = orientation_of(image)
     if is_usable and policy.target_size(*size) == size and not policy.is_turned(orientation):
@@ -207,6 +211,7 @@ def _note_on_range(image: Image.Image, rgb: Image.Image) -> str:
         largest = int(np.asarray(image).max())
     else:  # Pillow reads the upper 8 bits of colors.
         largest = int(np.asarray(rgb).max()) << 8 | 255
+
     num_bits = largest.bit_length()
     if num_bits > DARK_BITS:
         return ""
@@ -225,7 +230,9 @@ def _encode(
 ) -> Prepared:
     """Resize, rotate and encode an image.
 
-    size: the size of `image` before the decoder shrank it. changes: the changes so far.
+    Args:
+        size: The size of `image` before the decoder shrank it.
+        changes: The changes so far.
     """
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:
@@ -233,6 +240,7 @@ def _encode(
             f"the output would have {target[0]} x {target[1]} pixels, but the sides of a JPEG are"
             f" limited to {MAX_JPEG_SIDE}"
         )
+
     exif = b""
     if target != size:
         image = image.resize(target, Image.Resampling.BICUBIC)
@@ -244,6 +252,7 @@ def _encode(
         tag = Image.Exif()
         tag[ORIENTATION_TAG] = orientation
         exif = tag.tobytes()
+
     data = encode_jpeg(image, quality=policy.jpeg_quality, subsampling=0, exif=exif, comment=None)
     return Prepared(data, *image.size, ", ".join(changes), bool(exif))
 

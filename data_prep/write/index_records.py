@@ -65,6 +65,7 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
             f"{root}: found no .tar files{inside}; expected <split>-00000.tar or"
             " <anything>-<split>-00000.tar"
         )
+
     split_of_name = {name: split_of(name) for name in sorted(names)}
     unclear = [name for name in split_of_name if split_of_name[name] is None]
     if split is None and unclear:
@@ -74,11 +75,13 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
             " <split>-00000.tar, or move other files away. If each tar contains the images of one"
             " class, use `python -m data_prep.imagefolder`"
         )
+
     splits: dict[str, list[str]] = {}
     for name, of_name in split_of_name.items():
         splits.setdefault(str(of_name), []).append(name)
     if split is None:
         return splits
+
     if different := [name for name in split_of_name if split_of_name[name] not in (None, split)]:
         raise PrepError(
             f"{root}: --split is {split}, but these file names belong to another split:"
@@ -92,6 +95,7 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     urls = [
         url for root in roots for url in (expand_braces(resolve(root)) if "://" in root else [root])
     ]
+
     make = WebShards if on_the_web(urls[0]) else Output
     matches = {url: re.fullmatch(r"([^?]*://[^?]*)/([^/?]+\.tar)(\?.*)?", url) for url in urls}
     if len(urls) == 1 and not matches[urls[0]]:
@@ -99,6 +103,7 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     if strange := [shown(url) for url, match in matches.items() if not match]:
         raise PrepError(f"{few(strange)}: expected a single folder, or shard URLs ending in .tar")
     places = [(f"{match[1]}{match[3] or ''}", match[2]) for url in urls if (match := matches[url])]
+
     folders = {folder for folder, _ in places}
     if len(folders) > 1:
         raise PrepError(
@@ -120,6 +125,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
             problem = "not a folder" if source.local.exists() else "no such folder"
             raise PrepError(f"{source}: {problem}; expected a folder of tar shards, or URLs")
         return source
+
     if out is None and isinstance(source, WebShards):
         raise PrepError(
             f"{source}: the index cannot be written next to shards at a URL: pass a folder with"
@@ -132,6 +138,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
     except (PrepError, ShardError) as error:
         hint = ". For shards without write permission, pass a folder for the index with --out"
         raise PrepError(f"{error}{'' if out else hint}") from error
+
     if out is not None and (tars := sorted(fnmatch.filter(output.sizes(), "*.tar"))):
         raise PrepError(
             f"{output}: contains shards ({few(tars)}): choose an empty folder for the index of"
@@ -156,9 +163,11 @@ def read_infos(
             raise PrepError(
                 f"{place}: this data set is incomplete: rerun the command that writes it"
             )
+
     own_info = _info(output)
     if output is source:
         return own_info, own_info
+
     given_info = None if listed else _info(source)
     if given_info is None and not listed and isinstance(source, WebShards):
         raise PrepError(
@@ -230,6 +239,7 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
                     f"{name} has {actual[0]} valid samples, {actual[1]} bytes and the sha256"
                     f" {actual[2]}, but _info.json records {', '.join(map(str, recorded))}"
                 )
+
     if problems:
         raise PrepError(
             f"{output}: {'; '.join(problems)}. If the tars are right, move _info.json away and run"
@@ -251,6 +261,7 @@ def choose_classes(
             f"labels go up to {largest} (in {name}), but there are only {len(class_names):,} class"
             f" names, for labels 0 to {len(class_names) - 1}: name all classes in label order"
         )
+
     num_samples = sum(len(each.rows) for each in indexed.values())
     if num_classes is None and largest >= num_samples:
         raise PrepError(
@@ -258,6 +269,7 @@ def choose_classes(
             f" {num_samples:,} samples: correct the label, select another member (--label), or name"
             " all classes (--classes FILE)"
         )
+
     return {"class_names": class_names, "num_classes": num_classes or largest + 1}
 
 
@@ -298,6 +310,7 @@ def _index_in_place(shard: IndexedShard, tar: Path) -> Indexed:
     status = tar.stat()
     about = _about(shard, survey)
     sidecar = info_file.read_sidecar(tar) or {}
+
     # Sidecars from this project's writer contain no modification time, because their bytes must
     # depend only on the data.
     of_writer = "plan" in sidecar
@@ -305,6 +318,7 @@ def _index_in_place(shard: IndexedShard, tar: Path) -> Indexed:
     idx = tar.with_suffix(".idx")
     if not idx.exists() or idx.read_bytes() != b"".join(idx_lines(survey.samples)):
         write_idx(tar, survey.samples)
+
     if not (
         fits
         and sidecar.get("bytes") == status.st_size
@@ -315,6 +329,7 @@ def _index_in_place(shard: IndexedShard, tar: Path) -> Indexed:
             sidecar = info_file.write_sidecar(
                 tar, len(survey.samples), sha256, mtime_ns=status.st_mtime_ns, **about
             )
+
     return Indexed(index_rows(survey.samples), sidecar, key_hashes([s.key for s in survey.samples]))
 
 
@@ -330,10 +345,12 @@ def _indexed_before(shard: IndexedShard) -> Indexed | None:
             " choose another --out"
         )
     check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
+
     rows = shard.rows
     if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
         with temporary_folder() as folder, suppress(ValueError):  # A damaged file is rebuilt.
             rows = np.array(open_index(shard.output.fetch(f"{name}.rows.npy", folder)))
+
     if (
         rows is None
         or rows.dtype != INDEX_DTYPE
@@ -352,12 +369,14 @@ def _index_fetched(shard: IndexedShard, source: Output | WebShards) -> Indexed:
         tar = source.fetch(shard.name, folder)
         with renamed_errors(str(source), folder):
             survey = survey_tar(tar, shard.layout)
+
         rows = index_rows(survey.samples)
         np.save(tar.with_suffix(".rows.npy"), rows)
         write_idx(tar, survey.samples)
         sidecar = info_file.write_sidecar(tar, len(survey.samples), **_about(shard, survey))
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
+
     return Indexed(rows, sidecar, key_hashes([sample.key for sample in survey.samples]))
 
 
@@ -379,6 +398,7 @@ def _about(shard: IndexedShard, survey: Survey) -> dict[str, Any]:
         }
         for key, name, offset, reason in survey.unfit
     ]
+
     ignored = dict(sorted(survey.ignored.items()))
     about = (shard.layout.options(), quarantined, ignored, _elsewhere(shard))
     return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}

@@ -45,12 +45,14 @@ def run_jobs(
         images_done = context.Value("Q", 0)
         bytes_done = context.Value("Q", 0)
         stopping = context.Value("b", 0)
+
     results: dict[Any, Any] = {}
     names: dict[Future, Any] = {}
     waiting = iter(jobs)
     finished_jobs = 0
     workers = max(1, min(workers, num_jobs))
     children_before = set(multiprocessing.active_children())
+
     with ProcessPoolExecutor(
         workers, context, _start_worker, (images_done, bytes_done, stopping)
     ) as pool:
@@ -64,6 +66,7 @@ def run_jobs(
                             names[pool.submit(function, argument)] = name
                     if not names:
                         break
+
                     for future in wait(names, timeout=0.2, return_when=FIRST_COMPLETED).done:
                         name = names.pop(future)
                         result = future.result()
@@ -72,6 +75,7 @@ def run_jobs(
                             on_result(name, result)
                         else:
                             results[name] = result
+
                     if num_images:
                         meter.update(
                             images_done.value,
@@ -84,6 +88,7 @@ def run_jobs(
             # The dead worker may have held a lock that other workers are waiting for.
             for worker in set(multiprocessing.active_children()) - children_before:
                 worker.kill()
+
             unguarded = ""
             if sys.modules["__main__"].__spec__ is None:  # Workers import the script.
                 unguarded = (

@@ -63,6 +63,7 @@ class Output:
                     " the permissions"
                 ) from error
             return
+
         if self._store.kind is None:
             kinds = ", ".join(f"{scheme}://" for scheme in KINDS)
             raise PrepError(
@@ -125,6 +126,7 @@ class Output:
         if self.local is None:
             self.write_json(name, content)
             return
+
         with temporary_file(self.local / name) as file:
             file.write(files.json_bytes(content))
             file.flush()
@@ -153,6 +155,7 @@ class Output:
                     shutil.copyfileobj(source, target, 1 << 20)
                 path.unlink()
             return
+
         try:
             self._store.upload(path)
         except FileNotFoundError as error:
@@ -167,6 +170,7 @@ class Output:
         """
         if self.local is not None:
             return self.local / name
+
         try:
             self._store.download(name, folder / name)
         except FileNotFoundError as error:
@@ -203,6 +207,7 @@ def remove_left_folders() -> None:
 def temporary_folder() -> Iterator[Path]:
     """Create a folder in TMPDIR, and remove it when the block ends."""
     remove_left_folders()
+
     # tempfile.TemporaryDirectory would fail on exit if a cleanup job had already removed the folder
     # from /tmp.
     folder, descriptor = locked_folder(Path(tempfile.gettempdir()) / "vit_staging")

@@ -128,6 +128,7 @@ class WritePlan:
         """One job per shard, with the training shards first."""
         settings = self.settings
         plan = fingerprint(self.recorded)
+
         jobs = []
         for split, names in self.filenames.items():
             for k, name in enumerate(names):
@@ -144,6 +145,7 @@ class WritePlan:
                         plan,
                     )
                 )
+
         return jobs
 
 
@@ -180,6 +182,7 @@ def make_plan(
         {"source": source.name, "options": options_of(source, settings)},
         later=("num_shards", "catalog"),
     )
+
     with ExitStack() as stack:
         root = _catalog_root(output, dry)
         if root != output.local:
@@ -194,11 +197,13 @@ def make_plan(
                 dry=dry,
             )
         )
+
         mean_bytes, seconds = _measured(source, catalog, settings.policy)
         counts = choose_num_shards(catalog.splits, settings, mean_bytes)
         if record and settings.num_shards is None and settings.shard_bytes is None:
             # Keep the recorded number, because repaired images may have changed the measured sizes.
             counts = record["options"].get("num_shards", counts)
+
         plan = WritePlan(
             source,
             settings,
@@ -222,6 +227,7 @@ def _cut_minival(fraction: float, builder: Builder) -> None:
     largest = int(builder.count("train").max())
     if not largest:
         raise PrepError(f"--minival {fraction}: the source has no training split to divide")
+
     builder.hold_out("train", "minival", fraction)
     if not builder.count("minival").any():
         raise PrepError(
@@ -249,6 +255,7 @@ def _measured(source: Source, catalog: Catalog, policy: ImagePolicy) -> tuple[fl
     """
     split, total = next(iter(catalog.splits.items()))
     samples = catalog.table(split).samples(range(min(total, MEASURED_SAMPLES)))
+
     sizes = []
     began = time.perf_counter()
     for sample in samples:
@@ -256,6 +263,7 @@ def _measured(source: Source, catalog: Catalog, policy: ImagePolicy) -> tuple[fl
             sizes.append(len(prepare(source.read(sample), policy).data))
         except (OSError, ValueError):
             continue  # Unreadable images are reported when their shard is written.
+
     if not sizes:
         return sum(sample.size for sample in samples) / len(samples), math.nan
     return sum(sizes) / len(sizes), (time.perf_counter() - began) / len(sizes)
@@ -273,6 +281,7 @@ def choose_num_shards(
     by_size = round(train * mean_bytes / (settings.shard_bytes or SHARD_BYTES))
     num_shards = settings.num_shards or min(train, max(MIN_SHARDS, by_size))
     chosen = {split: max(1, round(num_shards * total / train)) for split, total in splits.items()}
+
     for split, total in splits.items():
         if chosen[split] > total:
             raise PrepError(
@@ -292,6 +301,7 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
     total = sum(counts.values())
     if part is None:
         return range(total)
+
     first, kind, last = parse_part(part)
     if kind == "/":
         return range(first * total // last, (first + 1) * total // last)
@@ -334,6 +344,7 @@ def compare(
         {**record.get("options", {}), **{key: record.get(key) for key in ("source", "catalog")}}
         for record in (existing, expected)
     )
+
     meaning = {"catalog": " (images were added, removed or renamed)"}
     differences = [
         f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}{meaning.get(key, '')}"

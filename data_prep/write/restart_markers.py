@@ -50,6 +50,7 @@ def with_restart_markers(data: bytes) -> Marked:
     Raises OSError or MemoryError if the rewrite fails.
     """
     assert native.LIBRARY is not None, "vit._native is missing: test native.AVAILABLE first"
+
     # This buffer is large enough, except possibly for tiny images.
     size = ctypes.c_size_t(3 * len(data) + (1 << 16))
     while True:

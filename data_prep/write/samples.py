@@ -87,6 +87,7 @@ def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
     """
     if num_chosen >= num_rows:
         return list(range(num_rows))
+
     edges = [part * num_rows // num_chosen for part in range(num_chosen + 1)]
     chosen = []
     for part, (low, high) in enumerate(itertools.pairwise(edges)):
@@ -125,6 +126,7 @@ class Table:
         order = np.load(self._order_path, mmap_mode="r")
         rows = self.rows[order[np.asarray(places, np.int64)]]
         columns = ("label", "file", "offset", "size", "text", "text_size")
+
         samples = []
         for label, file, offset, size, start, length in zip(
             *(rows[name].tolist() for name in columns), strict=True

@@ -131,6 +131,7 @@ class TarStream:
         size = b"%011o" % len(data)
         checksum = CHECKSUM_OF_REST + sum(encoded) + sum(size)
         self._append(_header(encoded, size, b"%06o\0 " % checksum))
+
         offset = self.size
         self._append(data)
         self._append(ZEROS[: -len(data) % TAR_BLOCK])
@@ -150,6 +151,7 @@ class TarStream:
             self._filled = BUFFER_BYTES
             data = data[room:]
             self._flush()
+
         end = self._filled + len(data)
         self._buffer[self._filled : end] = data
         self._filled = end
@@ -159,6 +161,7 @@ class TarStream:
         rest = self._buffer[: self._filled]
         while rest:  # Signals and nearly full disks cause partial writes.
             rest = rest[os.write(self._descriptor, rest) :]
+
         # Start writeback early, because Linux can drop these pages only after writing them.
         if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
             with suppress(OSError):  # This call is only advice, and some file systems reject it.
@@ -169,6 +172,7 @@ class TarStream:
                     os.POSIX_FADV_DONTNEED,
                 )
             self._sent_on = self.size
+
         self._hashed.result()  # Wait until the other buffer is free.
         self._hashed = hashed
         self._buffer, self._other = self._other, self._buffer
@@ -181,6 +185,7 @@ def write_shard(work: ShardWork) -> dict[str, Any]:
     quarantined: list[dict[str, Any]] = []
     changed: Counter[str] = Counter()
     num_turned = 0
+
     with work.output.staging() as folder:
         tar = folder / f"{work.name}.tar"
         with replacing(tar) as file, ThreadPoolExecutor(1) as pool:
@@ -189,16 +194,19 @@ def write_shard(work: ShardWork) -> dict[str, Any]:
             for sample, later in itertools.zip_longest(samples, samples[READ_AHEAD:]):
                 if later is not None:
                     _announce(later)
+
                 prepared = _prepare(work, sample)
                 if isinstance(prepared, dict):
                     quarantined.append(prepared)
                     count_one()
                     continue
+
                 scanned.append(_add(stream, work, sample, prepared))
                 if prepared.change:
                     changed[prepared.change] += 1
                 num_turned += prepared.exif_oriented
                 count_one(len(prepared.data))
+
             if not scanned:
                 first = quarantined[0]
                 raise PrepError(
@@ -207,9 +215,11 @@ def write_shard(work: ShardWork) -> dict[str, Any]:
                     " shards"
                 )
             sha256 = stream.close()
+
         write_idx(tar, scanned)
         with replacing(tar.with_suffix(ROWS)) as file:
             np.save(file, index_rows(scanned))
+
         extra: dict[str, Any] = {
             "plan": work.plan,
             "changed": dict(sorted(changed.items())),
@@ -218,9 +228,11 @@ def write_shard(work: ShardWork) -> dict[str, Any]:
         if num_turned:
             extra[EXIF_ORIENTED] = num_turned
         sidecar = info_file.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
+
         # Publish the sidecar last, because it marks the shard as complete.
         for extension in (".tar", ".idx", ROWS, ".json"):
             work.output.publish(tar.with_suffix(extension))
+
     return sidecar
 
 
@@ -249,6 +261,7 @@ def _prepare(work: ShardWork, sample: Sample) -> Prepared | dict[str, Any]:
         reason = str(error)
     except ValueError as error:  # includes Unreadable
         reason = str(error)
+
     return {
         "split": work.split,
         "key": sample.key,
@@ -270,6 +283,7 @@ def _add(stream: TarStream, work: ShardWork, sample: Sample, prepared: Prepared)
         members.append(stream.add(f"{sample.key}.cls", b"%d" % sample.label))
         described["label"] = sample.label
         described["class"] = work.catalog.class_names[sample.label]
+
     if work.with_json:
         members.append(
             stream.add(
@@ -277,6 +291,7 @@ def _add(stream: TarStream, work: ShardWork, sample: Sample, prepared: Prepared)
                 json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace"),
             )
         )
+
     return ScannedSample(
         sample.key,
         sample.label,
@@ -292,6 +307,7 @@ def quarantine_holds(work: ShardWork, sidecar: dict[str, Any]) -> bool:
     """Return whether the shard's unreadable images are unchanged, that is, not repaired."""
     if not sidecar.get("quarantined"):
         return True
+
     samples = {sample.key: sample for sample in work.samples()}
     for entry in sidecar["quarantined"]:
         try:

@@ -83,8 +83,10 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     settings = settings or Settings()
     output = Output(out)
     output.make()
+
     # Clean up explicitly, because no temporary folder is created if the data set is complete.
     remove_left_folders()
+
     try:
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
@@ -106,6 +108,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
             remove_leftovers(output.local)
             if not any(output.local.iterdir()):
                 output.local.rmdir()  # Remove the folder if nothing was written.
+
     if output.size("dataset.md") < 0:
         write_card(output)
         check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
@@ -120,9 +123,11 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
     info = output.read_json("_info.json")
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
         return False
+
     made_from = source.made_of(settings.seed, settings.minival)
     if made_from is None or info.get("made_of") != made_from or not _has_all_files(output, info):
         return False
+
     expected = {"source": source.name, "options": options_of(source, settings)}
     compare(output, existing_record(output), expected, later=("num_shards", "catalog"))
     print(f"{output}: already complete")
@@ -134,6 +139,7 @@ def _has_all_files(output: Output, info: dict[str, Any] | None) -> bool:
     sizes = output.sizes()
     if info is None or "_writing.json" in sizes:
         return False
+
     needed = {f"{split}.index.npy" for split in info["splits"]}
     if info.get("quarantined"):
         needed.add("quarantine.jsonl")
@@ -142,6 +148,7 @@ def _has_all_files(output: Output, info: dict[str, Any] | None) -> bool:
             if sizes.get(name) != num_bytes:
                 return False
             needed |= {f"{name.removesuffix('.tar')}.{kind}" for kind in ("idx", "json")}
+
     return needed <= sizes.keys()
 
 
@@ -150,6 +157,7 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
     with make_plan(source, output.url, settings) as plan:
         mine = [plan.work[k] for k in choose_part(settings.part, plan.counts)]
         _claim(plan)
+
         sidecars = _write_shards(plan, mine)
         if settings.part is not None:
             sidecars = _complete_shards(plan)  # includes shards that other machines wrote
@@ -161,6 +169,7 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                     f" ({few(missing)}): write them with the other parts"
                 )
                 return False
+
         _refuse_unreadable(sidecars, plan, _allowed(plan))
         info = _info(plan, sidecars)
         if output.read_json("_info.json") == info and _has_all_files(output, info):
@@ -171,6 +180,7 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                 f"{output}: complete, {len(plan.catalog.class_names)} classes,"
                 f" {time.monotonic() - start_s:.1f} s"
             )
+
         _remove_intermediate(output, plan.catalog.folder.parent)
         return True
 
@@ -183,6 +193,7 @@ def _remove_intermediate(output: Output, root: Path | None) -> None:
     info = output.read_json("_info.json") or {"splits": {}}
     tars = [name for described in info["splits"].values() for name in described["filenames"]]
     rows = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
+
     # Remove `_writing.json` last, because the next command repeats this cleanup while it exists.
     for name in (*rows, "_writing.json"):
         output.remove(name)
@@ -208,6 +219,7 @@ def _write_shards(plan: WritePlan, mine: list[ShardWork]) -> Sidecars:
             f"{plan.output}: keeping {len(mine) - len(todo)} of {len(mine)} shards that already"
             " exist"
         )
+
     allowed = _allowed(plan)
 
     def on_result(name: str, sidecar: dict[str, Any]) -> None:
@@ -231,9 +243,11 @@ def _complete_shards(plan: WritePlan) -> Sidecars:
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
     jobs = [job for job in plan.work if {f"{job.name}.{kind}" for kind in kinds} <= sizes.keys()]
+
     with ThreadPoolExecutor(16) as pool:  # Each request to an object store takes a round trip.
         read = pool.map(lambda job: plan.output.read_json(f"{job.name}.json"), jobs)
         sidecars = list(read)
+
     return {
         job.name: sidecar
         for job, sidecar in zip(jobs, sidecars, strict=True)
@@ -254,11 +268,13 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
     if len(entries) <= allowed:
         return
+
     total = sum(plan.catalog.splits.values())
     seen = len(entries) + sum(sidecar["num_samples"] for sidecar in sidecars.values())
     follow = ""
     if seen < total:
         follow = f"; the {total - seen:,} images that were not read yet may add others"
+
     lines = [
         f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}" for entry in entries
     ]
@@ -277,6 +293,7 @@ def _info(plan: WritePlan, sidecars: Sidecars) -> dict[str, Any]:
     catalog = plan.catalog
     mine = [sidecars[job.name] for job in plan.work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())
+
     extra: dict[str, Any] = {
         "origin": catalog.notes,
         "listed": dict(catalog.splits),
@@ -286,6 +303,7 @@ def _info(plan: WritePlan, sidecars: Sidecars) -> dict[str, Any]:
     }
     if turned := sum(sidecar.get(EXIF_ORIENTED, 0) for sidecar in mine):
         extra[EXIF_ORIENTED] = turned
+
     return make_info(
         plan.filenames,
         {f"{name}.tar": sidecar for name, sidecar in sidecars.items()},
@@ -300,6 +318,7 @@ def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None
     """Write the index, the list of unreadable images and `_info.json`, and print a summary."""
     output = plan.output
     output.remove("dataset.md")  # The existing card is outdated.
+
     rows = {}
     with (
         ThreadPoolExecutor(16) as pool,
@@ -308,13 +327,16 @@ def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None
         for job, of_shard in zip(plan.work, pool.map(load_rows, plan.work), strict=True):
             rows[f"{job.name}.tar"] = of_shard
             meter.update(len(rows))
+
     with output.staging() as folder:
         for split, names in plan.filenames.items():
             save_index(folder / f"{split}.index.npy", [rows[name] for name in names])
             output.publish(folder / f"{split}.index.npy")
+
     entries = [entry for job in plan.work for entry in sidecars[job.name]["quarantined"]]
     write_quarantine(output, entries)
     output.write_json("_info.json", info)
+
     for split, described in info["splits"].items():
         print(
             f"{split}: {described['num_samples']:,} samples in {len(described['filenames']):,}"
