@@ -99,11 +99,11 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 
 def readme(info: Mapping[str, Any]) -> str:
     """Return README.md, which lists each split's files in Hugging Face's YAML format."""
-    everything = {name for described in info["splits"].values() for name in described["filenames"]}
+    names_of = {split: described["filenames"] for split, described in info["splits"].items()}
+    everything = set[str]().union(*names_of.values())
 
     files = []
-    for split, described in info["splits"].items():
-        names = described["filenames"]
+    for split, names in names_of.items():
         common = os.path.commonprefix([name.removesuffix(".tar") for name in names])  # noqa: RUF071  (of letters: they are names)
         pattern = f"{common.rstrip('0123456789')}*.tar"
         is_exact = set(fnmatch.filter(everything, pattern)) == set(names)
@@ -139,8 +139,8 @@ def contact_sheet(card: Card) -> Image.Image:
     for number in range(num_shown):
         label = labels[number * len(labels) // num_shown]
         rows = np.flatnonzero(card.labels(split) == label)
-        chosen = [int(rows[place]) for place in spread(len(rows), copies, label)]
-        cells += [(label, row) for row in [*chosen, *[None] * (copies - len(chosen))]]
+        cells += [(label, int(rows[place])) for place in spread(len(rows), copies, label)]
+        cells += [(label, None)] * (copies - len(rows))
 
     columns = min(COLUMNS - COLUMNS % copies, len(cells))
     num_lines = math.ceil(len(cells) / columns)

@@ -224,12 +224,10 @@ def _splits(card: Card) -> str:
 
 
 def _sizes(card: Card) -> list[str]:
-    width, height, num_bytes = (
-        np.concatenate([index[name] for index in card.indexes.values()])
-        for name in ("width", "height", "size")
-    )
+    images = np.concatenate(list(card.indexes.values()))
+    width, height = images["width"], images["height"]
     shorter = np.minimum(width, height)
-    columns = {"width": width, "height": height, "shorter side": shorter, "bytes": num_bytes}
+    columns = {"width": width, "height": height, "shorter side": shorter, "bytes": images["size"]}
 
     rows = []
     for title, values in columns.items():
@@ -277,8 +275,8 @@ def _colors(card: Card) -> list[str]:
     mean, std = color_statistics(card, split, rows)
     number = f"all {len(rows):,}" if len(rows) == len(card.indexes[split]) else f"{len(rows):,}"
     table_rows = [
-        (name, *(f"{value:.3f}" for value in values))
-        for name, values in (("mean", mean), ("std", std))
+        ("mean", *(f"{value:.3f}" for value in mean)),
+        ("std", *(f"{value:.3f}" for value in std)),
     ]
 
     return [
@@ -309,15 +307,16 @@ def _conversions(card: Card) -> list[str]:
         return ["Unknown, because another program wrote these shards."]
 
     lines = ["No image was converted."]
-    if changed := card.info.get("changed"):
+    if card.info.get("changed"):
+        changed = card.info["changed"]
         rows = [(reason, f"{count:,}") for reason, count in sorted(changed.items())]
         lines = [
             "Changes and notes of the writer. All other images have the bytes of their source.",
             markdown_table(("", "images"), rows),
             *_restart_markers(changed),
         ]
-    if turned := card.info.get(EXIF_ORIENTED):
-        lines.append(f"{exif_summary(turned, card.num_images)}.")
+    if card.info.get(EXIF_ORIENTED):
+        lines.append(f"{exif_summary(card.info[EXIF_ORIENTED], card.num_images)}.")
 
     if not card.quarantined:
         return [*lines, "No image was skipped."]
@@ -356,13 +355,14 @@ def _restart_markers(changed: Mapping[str, int]) -> list[str]:
 
 
 def _source(card: Card) -> list[str]:
+    lines = ["Unknown."]
     if "source" in card.info:
         lines = [f"Created by `python -m data_prep.{card.info['source']}`."]
-    else:
-        lines = ["Unknown."]
-    if notes := card.info.get("origin"):
-        lines.append("\n".join(f"- {escaped(line)}" for line in notes))
-    if options := card.info.get("options"):
+    if card.info.get("origin"):
+        lines.append("\n".join(f"- {escaped(line)}" for line in card.info["origin"]))
+
+    options = card.info.get("options")
+    if options:
         rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in options.items()]
         lines.append(markdown_table(("option", "value"), rows, 2))
     return lines
@@ -371,7 +371,7 @@ def _source(card: Card) -> list[str]:
 def _classes(card: Card) -> str:
     counts = {split: card.images_per_class(split) for split in card.indexes}
     rows = [
-        (label, card.class_name(label), *(f"{count[label]:,}" for count in counts.values()))
-        for label in range(card.num_classes)
+        (label, card.class_name(label), *map("{:,}".format, numbers))
+        for label, numbers in enumerate(zip(*counts.values(), strict=True))
     ]
     return markdown_table(("label", "class", *counts), rows, 2)

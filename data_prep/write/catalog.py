@@ -200,10 +200,10 @@ class Builder:
             keys: By default, names without extension. `safe_key` replaces unsafe characters.
             sizes: In bytes, below 4 GiB.
         """
-        if len(sizes) and (largest := int(np.max(sizes))) >> 32:
+        if len(sizes) and int(np.max(sizes)) >> 32:
             raise PrepError(
-                f"{self.files[file]}: contains an image of {largest:,} bytes, but the limit is 4"
-                " GiB"
+                f"{self.files[file]}: contains an image of {int(np.max(sizes)):,} bytes, but the"
+                " limit is 4 GiB"
             )
 
         if keys is None:
@@ -268,12 +268,8 @@ class Builder:
         self.close()
         table = Table(self.folder, split, self.files)
         rows = np.arange(len(table))
-        hashes = np.concatenate(
-            [
-                key_hashes([table.text(row)[0] for row in part.tolist()])
-                for part in np.array_split(rows, len(rows) // 65536 + 1)
-            ]
-        )
+        parts = np.array_split(rows, len(rows) // 65536 + 1)
+        hashes = np.concatenate([key_hashes(table.keys(part)) for part in parts])
 
         rows = rows[np.lexsort((hashes, table.rows["label"]))]
         members = table.rows["label"][rows]
@@ -404,12 +400,11 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
 
             rows, hashes = (np.concatenate(column) for column in zip(*chosen, strict=True))
             by_hash = np.argsort(hashes["hash"], kind="stable")
-            rows = rows[by_hash]
-            hashes = hashes[by_hash]
+            rows, hashes = rows[by_hash], hashes[by_hash]
 
             # Only one in 10**11 data sets has two different keys with the same hash.
             for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
-                first, second = (table.text(int(row))[0] for row in rows[same : same + 2])
+                first, second = table.keys(rows[same : same + 2])
                 if first == second:
                     twice.add(first)
                 elif first > second:

@@ -145,9 +145,11 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
 
     target = policy.target_size(*header.size)
     untouched = target == header.size and not policy.is_turned(header.orientation)
-    asks = header.orientation in UPRIGHT and not policy.apply_exif
-    if untouched and policy.check == "headers" and _has_end_marker(data, header):
-        return Prepared(data, *header.size, None, asks)
+    exif_oriented = header.orientation in UPRIGHT and not policy.apply_exif
+    headers_suffice = untouched and policy.check == "headers" and _has_end_marker(data, header)
+    if headers_suffice:
+        return Prepared(data, *header.size, None, exif_oriented)
+
     try:
         # Decoding at 1/8 size is cheap but finds all damage, because it includes all entropy
         # decoding.
@@ -156,7 +158,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     except ValueError as error:
         return _by_pillow(data, policy, jpeg_problem=error)
     if untouched:
-        return Prepared(data, *header.size, None, asks)
+        return Prepared(data, *header.size, None, exif_oriented)
 
     image = Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels)
     return _encode(image, header.size, header.orientation, policy, [])
@@ -200,7 +202,8 @@ def _by_pillow(
 
     size = image.size
     orientation = orientation_of(image)
-    if is_usable and policy.target_size(*size) == size and not policy.is_turned(orientation):
+    untouched = policy.target_size(*size) == size and not policy.is_turned(orientation)
+    if is_usable and untouched:
         return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)
     return _encode(converted, size, orientation, policy, [change])
 

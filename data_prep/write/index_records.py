@@ -50,13 +50,14 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
 
     Raises PrepError if there are no tars, or if a name has no split.
     """
-    names = [name for name in files if name.endswith(".tar")]
-    if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
-        raise PrepError(
-            f"{root}: contains only compressed tars ({few(compressed)}), which do not allow random"
-            " access: decompress them first (gunzip, bunzip2, unxz, unzstd)"
-        )
+    names = sorted(name for name in files if name.endswith(".tar"))
     if not names:
+        compressed = [name for name in files if COMPRESSED_TAR.search(name)]
+        if compressed:
+            raise PrepError(
+                f"{root}: contains only compressed tars ({few(compressed)}), which do not allow"
+                " random access: decompress them first (gunzip, bunzip2, unxz, unzstd)"
+            )
         folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
         inside = ""
         if folders:
@@ -66,8 +67,8 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
             " <anything>-<split>-00000.tar"
         )
 
-    split_of_name = {name: split_of(name) for name in sorted(names)}
-    unclear = [name for name in split_of_name if split_of_name[name] is None]
+    split_of_name = {name: split_of(name) for name in names}
+    unclear = [name for name in names if split_of_name[name] is None]
     if split is None and unclear:
         raise PrepError(
             f"{root}: the names {few(unclear)} contain no split: use --split train if all shards"
@@ -82,35 +83,35 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
     if split is None:
         return splits
 
-    if different := [name for name in split_of_name if split_of_name[name] not in (None, split)]:
+    different = [name for name in names if split_of_name[name] not in (None, split)]
+    if different:
         raise PrepError(
             f"{root}: --split is {split}, but these file names belong to another split:"
             f" {few(different)}"
         )
-    return {split: list(split_of_name)}
+    return {split: names}
 
 
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     """Return the location of the shards, and the tar names if `roots` are tar URLs."""
-    urls = [
-        url for root in roots for url in (expand_braces(resolve(root)) if "://" in root else [root])
-    ]
-
+    expanded = (expand_braces(resolve(root)) if "://" in root else [root] for root in roots)
+    urls = list(itertools.chain.from_iterable(expanded))
     make = WebShards if on_the_web(urls[0]) else Output
     matches = {url: re.fullmatch(r"([^?]*://[^?]*)/([^/?]+\.tar)(\?.*)?", url) for url in urls}
     if len(urls) == 1 and not matches[urls[0]]:
         return make(urls[0]), None
-    if strange := [shown(url) for url, match in matches.items() if not match]:
+    strange = [shown(url) for url, match in matches.items() if not match]
+    if strange:
         raise PrepError(f"{few(strange)}: expected a single folder, or shard URLs ending in .tar")
-    places = [(f"{match[1]}{match[3] or ''}", match[2]) for url in urls if (match := matches[url])]
 
-    folders = {folder for folder, _ in places}
+    found = [match for match in map(matches.get, urls) if match]
+    folders = {match[1] + (match[3] or "") for match in found}
     if len(folders) > 1:
         raise PrepError(
             f"the shards are in several folders ({few(sorted(map(shown, folders)))}): index each"
             " folder separately"
         )
-    return make(folders.pop()), [name for _, name in places]
+    return make(folders.pop()), [match[2] for match in found]
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
@@ -139,7 +140,8 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
         hint = ". For shards without write permission, pass a folder for the index with --out"
         raise PrepError(f"{error}{'' if out else hint}") from error
 
-    if out is not None and (tars := sorted(fnmatch.filter(output.sizes(), "*.tar"))):
+    tars = [] if out is None else sorted(fnmatch.filter(output.sizes(), "*.tar"))
+    if tars:
         raise PrepError(
             f"{output}: contains shards ({few(tars)}): choose an empty folder for the index of"
             f" {source}"
@@ -155,11 +157,12 @@ def read_infos(
     listed: whether the shards were listed one by one. If so, the first file is skipped.
     """
     for place in (source, output):
-        if (
+        is_incomplete = (
             isinstance(place, Output)
             and place.read_json("_writing.json")
             and not place.read_json("_info.json")
-        ):
+        )
+        if is_incomplete:
             raise PrepError(
                 f"{place}: this data set is incomplete: rerun the command that writes it"
             )
@@ -201,7 +204,8 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
     """Raise PrepError if shards are missing. Shards on the web are not checked."""
     if isinstance(source, Output):
         sizes = source.sizes()
-        if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
+        missing = [name for name in tars if name not in sizes and source.size(name) < 0]
+        if missing:
             raise PrepError(
                 f"{source}: these shards are missing: {few(missing)}; copy them again, or correct"
                 " the list"
@@ -214,6 +218,7 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
     for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
             continue
+
         with temporary_folder() as folder, suppress(ValueError):  # A damaged index is rebuilt.
             rows = open_index(output.fetch(f"{split}.index.npy", folder))
             firsts = first_samples(described["shard_lengths"])
@@ -222,6 +227,7 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
                     described["filenames"], itertools.pairwise(firsts), strict=True
                 ):
                     rows_of[name] = np.array(rows[start:stop])
+
     return rows_of
 
 
@@ -319,11 +325,12 @@ def _index_in_place(shard: IndexedShard, tar: Path) -> Indexed:
     if not idx.exists() or idx.read_bytes() != b"".join(idx_lines(survey.samples)):
         write_idx(tar, survey.samples)
 
-    if not (
+    is_current = (
         fits
         and sidecar.get("bytes") == status.st_size
         and sidecar.get("mtime_ns") == status.st_mtime_ns
-    ):
+    )
+    if not is_current:
         sha256 = sha256_of(tar)
         if not (of_writer and sidecar["sha256"] == sha256):
             sidecar = info_file.write_sidecar(
@@ -351,16 +358,16 @@ def _indexed_before(shard: IndexedShard) -> Indexed | None:
         with temporary_folder() as folder, suppress(ValueError):  # A damaged file is rebuilt.
             rows = np.array(open_index(shard.output.fetch(f"{name}.rows.npy", folder)))
 
-    if (
-        rows is None
-        or rows.dtype != INDEX_DTYPE
-        or len(rows) != sidecar["num_samples"]
-        or sidecar.get("members", {}) != shard.layout.options()
-        or sidecar.get("shards_at") != _elsewhere(shard)
-        or shard.source.size(shard.name) not in (-1, sidecar["bytes"])
-    ):
+    if rows is None:
         return None
-    return Indexed(rows, sidecar, np.empty(0, np.uint64))
+    is_current = (
+        rows.dtype == INDEX_DTYPE
+        and len(rows) == sidecar["num_samples"]
+        and sidecar.get("members", {}) == shard.layout.options()
+        and sidecar.get("shards_at") == _elsewhere(shard)
+        and shard.source.size(shard.name) in (-1, sidecar["bytes"])
+    )
+    return Indexed(rows, sidecar, np.empty(0, np.uint64)) if is_current else None
 
 
 def _index_fetched(shard: IndexedShard, source: Output | WebShards) -> Indexed:
@@ -399,9 +406,13 @@ def _about(shard: IndexedShard, survey: Survey) -> dict[str, Any]:
         for key, name, offset, reason in survey.unfit
     ]
 
-    ignored = dict(sorted(survey.ignored.items()))
-    about = (shard.layout.options(), quarantined, ignored, _elsewhere(shard))
-    return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}
+    about = {
+        "members": shard.layout.options(),
+        "quarantined": quarantined,
+        "ignored": dict(sorted(survey.ignored.items())),
+        "shards_at": _elsewhere(shard),
+    }
+    return {key: value for key, value in about.items() if value}
 
 
 def _elsewhere(shard: IndexedShard) -> str | None:

@@ -47,6 +47,7 @@ def run_jobs(
         stopping = context.Value("b", 0)
 
     results: dict[Any, Any] = {}
+    keep_result = on_result or results.__setitem__
     names: dict[Future, Any] = {}
     waiting = iter(jobs)
     finished_jobs = 0
@@ -59,22 +60,17 @@ def run_jobs(
         try:
             with Meter(title, num_images or num_jobs, "images" if num_images else unit) as meter:
                 while True:
+                    room = JOBS_WAITING * workers - len(names)
                     with signals_blocked():  # The first submission starts the workers.
-                        for function, argument, name in itertools.islice(
-                            waiting, JOBS_WAITING * workers - len(names)
-                        ):
+                        for function, argument, name in itertools.islice(waiting, room):
                             names[pool.submit(function, argument)] = name
                     if not names:
                         break
 
                     for future in wait(names, timeout=0.2, return_when=FIRST_COMPLETED).done:
                         name = names.pop(future)
-                        result = future.result()
+                        keep_result(name, future.result())
                         finished_jobs += 1
-                        if on_result is not None:
-                            on_result(name, result)
-                        else:
-                            results[name] = result
 
                     if num_images:
                         meter.update(

@@ -126,25 +126,23 @@ class WritePlan:
     @cached_property
     def work(self) -> list[ShardWork]:
         """One job per shard, with the training shards first."""
-        settings = self.settings
         plan = fingerprint(self.recorded)
 
         jobs = []
         for split, names in self.filenames.items():
             for k, name in enumerate(names):
-                jobs.append(
-                    ShardWork(
-                        name.removesuffix(".tar"),
-                        split,
-                        range(k, self.catalog.splits[split], len(names)),
-                        self.catalog,
-                        self.source.read,
-                        settings.policy,
-                        settings.with_json,
-                        self.output,
-                        plan,
-                    )
+                job = ShardWork(
+                    name.removesuffix(".tar"),
+                    split,
+                    places=range(k, self.catalog.splits[split], len(names)),
+                    catalog=self.catalog,
+                    read=self.source.read,
+                    policy=self.settings.policy,
+                    with_json=self.settings.with_json,
+                    output=self.output,
+                    plan=plan,
                 )
+                jobs.append(job)
 
         return jobs
 
@@ -200,7 +198,8 @@ def make_plan(
 
         mean_bytes, seconds = _measured(source, catalog, settings.policy)
         counts = choose_num_shards(catalog.splits, settings, mean_bytes)
-        if record and settings.num_shards is None and settings.shard_bytes is None:
+        is_size_given = settings.num_shards is not None or settings.shard_bytes is not None
+        if record and not is_size_given:
             # Keep the recorded number, because repaired images may have changed the measured sizes.
             counts = record["options"].get("num_shards", counts)
 
@@ -341,7 +340,11 @@ def compare(
     if existing is None:
         return
     old, new = (
-        {**record.get("options", {}), **{key: record.get(key) for key in ("source", "catalog")}}
+        {
+            **record.get("options", {}),
+            "source": record.get("source"),
+            "catalog": record.get("catalog"),
+        }
         for record in (existing, expected)
     )
 

@@ -116,6 +116,10 @@ class Table:
         """Return the (key, name) of a row."""
         return self._text_at(int(self.rows[row]["text"]), int(self.rows[row]["text_size"]))
 
+    def keys(self, rows: np.ndarray) -> list[str]:
+        """Return the keys of the given rows."""
+        return [self.text(row)[0] for row in rows.tolist()]
+
     def _text_at(self, start: int, size: int) -> tuple[str, str]:
         text = self._text[start : start + size].tobytes().decode("utf-8", "surrogateescape")
         key, _, name = text.partition("\0")

@@ -285,12 +285,8 @@ def _add(stream: TarStream, work: ShardWork, sample: Sample, prepared: Prepared)
         described["class"] = work.catalog.class_names[sample.label]
 
     if work.with_json:
-        members.append(
-            stream.add(
-                f"{sample.key}.json",
-                json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace"),
-            )
-        )
+        text = json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        members.append(stream.add(f"{sample.key}.json", text))
 
     return ScannedSample(
         sample.key,

@@ -34,6 +34,7 @@ import shutil
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -120,12 +121,14 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
 
     The source archives must be unchanged, and every image must have been readable.
     """
-    info = output.read_json("_info.json")
-    if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
+    info = output.read_json("_info.json") or {}
+    may_differ = info.get("quarantined") or settings.num_shards or settings.shard_bytes
+    if not info or may_differ:
         return False
 
     made_from = source.made_of(settings.seed, settings.minival)
-    if made_from is None or info.get("made_of") != made_from or not _has_all_files(output, info):
+    is_same_source = made_from is not None and info.get("made_of") == made_from
+    if not is_same_source or not _has_all_files(output, info):
         return False
 
     expected = {"source": source.name, "options": options_of(source, settings)}
@@ -191,7 +194,7 @@ def _remove_intermediate(output: Output, root: Path | None) -> None:
     Another process may have created some of them after the data set was complete.
     """
     info = output.read_json("_info.json") or {"splits": {}}
-    tars = [name for described in info["splits"].values() for name in described["filenames"]]
+    tars = chain.from_iterable(described["filenames"] for described in info["splits"].values())
     rows = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
 
     # Remove `_writing.json` last, because the next command repeats this cleanup while it exists.
@@ -241,21 +244,29 @@ def _write_shards(plan: WritePlan, mine: list[ShardWork]) -> Sidecars:
 def _complete_shards(plan: WritePlan) -> Sidecars:
     """Return the sidecars of this plan's complete shards. Each sidecar is written last."""
     sizes = plan.output.sizes()
-    kinds = ("tar", "idx", "json")
-    jobs = [job for job in plan.work if {f"{job.name}.{kind}" for kind in kinds} <= sizes.keys()]
+    jobs = [
+        job
+        for job in plan.work
+        if {f"{job.name}.tar", f"{job.name}.idx", f"{job.name}.json"} <= sizes.keys()
+    ]
 
     with ThreadPoolExecutor(16) as pool:  # Each request to an object store takes a round trip.
-        read = pool.map(lambda job: plan.output.read_json(f"{job.name}.json"), jobs)
-        sidecars = list(read)
+        sidecars = list(pool.map(lambda job: plan.output.read_json(f"{job.name}.json"), jobs))
 
     return {
         job.name: sidecar
         for job, sidecar in zip(jobs, sidecars, strict=True)
-        if sidecar is not None
-        and sidecar.get("plan") == job.plan
-        and sizes[f"{job.name}.tar"] == sidecar["bytes"]
-        and quarantine_holds(job, sidecar)
+        if sidecar is not None and _is_of_plan(job, sidecar, sizes[f"{job.name}.tar"])
     }
+
+
+def _is_of_plan(job: ShardWork, sidecar: dict[str, Any], num_bytes: int) -> bool:
+    """Return whether a sidecar describes the shard of a job, whose tar has `num_bytes`."""
+    return (
+        sidecar.get("plan") == job.plan
+        and sidecar["bytes"] == num_bytes
+        and quarantine_holds(job, sidecar)
+    )
 
 
 def _allowed(plan: WritePlan) -> int:
@@ -265,7 +276,7 @@ def _allowed(plan: WritePlan) -> int:
 def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> None:
     """Raise PrepError if more than `allowed` images are unreadable. The message states the fraction
     to allow."""
-    entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
+    entries = list(chain.from_iterable(sidecar["quarantined"] for sidecar in sidecars.values()))
     if len(entries) <= allowed:
         return
 
@@ -301,7 +312,8 @@ def _info(plan: WritePlan, sidecars: Sidecars) -> dict[str, Any]:
         "quarantined": sum(len(sidecar["quarantined"]) for sidecar in mine),
         "made_of": plan.source.made_of(plan.settings.seed, plan.settings.minival),
     }
-    if turned := sum(sidecar.get(EXIF_ORIENTED, 0) for sidecar in mine):
+    turned = sum(sidecar.get(EXIF_ORIENTED, 0) for sidecar in mine)
+    if turned:
         extra[EXIF_ORIENTED] = turned
 
     return make_info(
@@ -333,7 +345,7 @@ def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None
             save_index(folder / f"{split}.index.npy", [rows[name] for name in names])
             output.publish(folder / f"{split}.index.npy")
 
-    entries = [entry for job in plan.work for entry in sidecars[job.name]["quarantined"]]
+    entries = list(chain.from_iterable(sidecars[job.name]["quarantined"] for job in plan.work))
     write_quarantine(output, entries)
     output.write_json("_info.json", info)
 
@@ -345,8 +357,8 @@ def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None
     if info["changed"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info["changed"].items())
         print(f"changed or noted: {reasons}")
-    if turned := info.get(EXIF_ORIENTED):
-        print(exif_summary(turned, sum(map(len, rows.values()))))
+    if info.get(EXIF_ORIENTED):
+        print(exif_summary(info[EXIF_ORIENTED], sum(map(len, rows.values()))))
     if entries:
         print(f"skipped: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")
 
