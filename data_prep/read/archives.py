@@ -97,12 +97,11 @@ def inflate_tar(path: Path) -> Path:
         return tar
 
     opener = next(opener for magic, opener in OPENERS.items() if _head(path).startswith(magic))
-    total = path.stat().st_size // 1_000_000
     with (
         open(path, "rb") as file,
         opener(file) as inflated,
         replacing(tar) as out,
-        Meter(f"inflating {path.name}", total, "MB") as meter,
+        Meter(f"inflating {path.name}", path.stat().st_size // 1_000_000, "MB") as meter,
     ):
         while True:
             with readable(path, DAMAGE, "damaged, or cut off"):  # A full disk is not damage.
@@ -194,8 +193,10 @@ def small_members(
                     f"{path}: contains {member.name!r} ({member.size:,} bytes) after {number} other"
                     f" members, unlike {expected}: check the path"
                 )
+
             name = Path(member.name).name
-            if member.isreg() and (file := archive.extractfile(member)) is not None:
+            file = archive.extractfile(member) if member.isreg() else None
+            if file is not None:
                 yield name, file.read() if name in needed else b""
 
 
@@ -242,7 +243,8 @@ def walk_zip(path: Path) -> Iterator[Members]:
                     " password"
                 )
 
-        if files := [member for member in batch if not member.is_dir()]:
+        files = [member for member in batch if not member.is_dir()]
+        if files:
             yield Members(
                 [member.filename for member in files],
                 np.array([member.header_offset for member in files], np.int64),
@@ -307,7 +309,8 @@ def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, b
             data += inflater.decompress(compressed, sample.size + 1 - len(data))
             if inflater.eof or len(data) > sample.size:
                 break
-            if not (compressed := inflater.unconsumed_tail):
+            compressed = inflater.unconsumed_tail
+            if not compressed:
                 compressed = os.pread(fd, 65536, position)
                 position += len(compressed)
                 if not compressed:

@@ -50,7 +50,8 @@ def choose_layout(
     layout = SampleLayout(
         _suffix(flags.image), _suffix(flags.label) or "cls", flags.keys_with_dots, listed
     )
-    if problems := layout_problems(layout.image, layout.label, layout.keys_with_dots, FLAGS):
+    problems = layout_problems(layout.image, layout.label, layout.keys_with_dots, FLAGS)
+    if problems:
         raise PrepError("; ".join(problems))
 
     if info is not None and names != recorded_names:
@@ -59,7 +60,7 @@ def choose_layout(
             f"{place}: _info.json has {had}, which does not match {flags.classes}: to use this"
             " file, move _info.json away"
         )
-    if info is not None and "source" in info and layout.options() != recorded.options():
+    if "source" in (info or {}) and layout.options() != recorded.options():
         options = replace(recorded, class_names=()).options()
         members = ", ".join(f"{name} {value}" for name, value in options.items())
         raise PrepError(
@@ -86,9 +87,11 @@ def read_class_names(path: Path) -> list[str]:
         ) from error
 
     names = [line.strip() for line in text.strip().splitlines()]
-    if "" in names or not names or names[0].startswith(("[", "{")):
+    is_list_of_names = names and "" not in names and not names[0].startswith(("[", "{"))
+    if not is_list_of_names:
         raise PrepError(f"--classes {path}: expected one class name per line, not JSON")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
         raise PrepError(
             f"--classes {path}: {twice[0]!r} occurs twice: give each class a unique name"
         )

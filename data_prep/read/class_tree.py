@@ -106,8 +106,7 @@ class Tree:
     def find(self) -> Found:
         """List all files below this folder."""
         ignored = Ignored()
-        images = self.images("", ignored)
-        folders = Counter(tuple(path.split("/")[:-1]) for path in images)
+        folders = Counter(tuple(path.split("/")[:-1]) for path in self.images("", ignored))
         return Found(folders, [os.path.relpath(path, str(self)) for path in ignored.lists])
 
 
@@ -268,9 +267,8 @@ def open_tree(path: Path) -> Tree:
         return _list_archive(path)
     folders, files = listed(path)
     num_tars = sum(name.endswith(TAR) for name in files)
-    if num_tars > 1 and not folders and not any(map(is_image, files)):
-        return TarFolder(path)
-    return Tree(path)
+    has_only_tars = num_tars > 1 and not folders and not any(map(is_image, files))
+    return TarFolder(path) if has_only_tars else Tree(path)
 
 
 def _list_archive(path: Path) -> ArchiveTree:

@@ -55,7 +55,8 @@ def download(
                 fcntl.flock(file, fcntl.LOCK_EX)  # Only one process downloads the file.
 
             if path.exists():
-                if checksum and (actual := checksum_of(path, kind)) != checksum:
+                actual = checksum_of(path, kind) if checksum else ""
+                if actual != checksum:
                     raise PrepError(
                         f"{path}: its {kind} is {actual}, expected {checksum}: remove this file to"
                         f" download it again from {shown(url)}"
@@ -63,7 +64,8 @@ def download(
             else:
                 _fetch(url, file)
                 try:
-                    if checksum and (actual := checksum_of(part, kind)) != checksum:
+                    actual = checksum_of(part, kind) if checksum else ""
+                    if actual != checksum:
                         raise PrepError(
                             f"{shown(url)}: its {kind} is {actual} ({part.stat().st_size:,} bytes),"
                             f" expected {checksum}: the file on the server differs, or a proxy"
@@ -174,13 +176,12 @@ def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: st
 
 def _fetch(url: str, file: BinaryIO) -> None:
     """Download the bytes that `file` still lacks, and append them."""
-    name = Path(file.name).name.removesuffix(".part")
     num_present = file.seek(0, os.SEEK_END)
 
     try:
         with WebFile(url, "", RetryPolicy(), start=num_present) as source:
             total = max(source.open().size - num_present, 0) // 1_000_000
-            with Meter(f"downloading {name}", total, "MB") as meter:
+            with Meter(f"downloading {Path(file.name).stem}", total, "MB") as meter:
                 while piece := source.read1():
                     file.write(piece)
                     meter.update((source.at - num_present) // 1_000_000)

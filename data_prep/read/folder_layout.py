@@ -84,8 +84,9 @@ def read_layout(
         listed = read_lists(root, lists, texts) if lists else listed
         listed.notes.extend(notes)
 
-    bases = [each.base for each in lists]
-    rest = {f for f in folders if not any(is_inside("/".join((*f, "")), base) for base in bases)}
+    rest = folders
+    for each in lists:
+        rest = {f for f in rest if not is_inside("/".join((*f, "")), each.base)}
     trees = dict(listed.trees)
     if "train" not in trees:
         of_folders, rest = _read_folders(root, rest, choice, with_classes)
@@ -121,7 +122,7 @@ def _read_folders(
     folders: all folders with images.
     """
     # Beside the only folder with images, there may be an empty val.
-    splits_anywhere = {name for folder in folders for name in folder if split_of(name)}
+    splits_anywhere = set(filter(split_of, set[str]().union(*folders)))
     base = _inner_folder(folders, (), () if choice == "classes" else splits_anywhere)
     tree = subtree(root, base)
     names = _names(folders, base)
@@ -133,8 +134,9 @@ def _read_folders(
 
     others = sorted(names - splits.keys())
     # A class named `train` beside other classes contains images, but no class folders.
-    are_classes = others and not choice and (len(in_train) < 2 or not with_classes)
-    if choice == "classes" or are_classes or "train" not in folder_of:
+    train_is_class = others and not choice and (len(in_train) < 2 or not with_classes)
+    are_classes = choice == "classes" or train_is_class or "train" not in folder_of
+    if are_classes:
         if choice == "splits":
             raise PrepError(f"{tree}: --layout splits: no folder train in {few(sorted(names))}")
         if with_classes and not choice:
@@ -189,9 +191,8 @@ def _is_unlabeled(root: Tree, folders: set[Folder], test: Folder, classes: Colle
     names = _names(folders, test)
     has_classes = any(
         name in classes
-        or (
-            not (name in test or split_of(name) or UNLABELED.search(name))
-            and not OF_IMAGES.fullmatch(name)
+        or not (
+            name in test or split_of(name) or UNLABELED.search(name) or OF_IMAGES.fullmatch(name)
         )
         for name in names
     )
@@ -212,10 +213,12 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
     inner = [_names(folders, _inner_folder(folders, (*base, name))) for name in names]
     common = set[str].intersection(*inner) if len(inner) > 1 else set[str]()
     # Subfolders like 2023 and 2024 are hardly classes, unless all names are numbers.
-    are_names = any(map(str.isalpha, "".join(common))) or not any(map(str.isalpha, "".join(names)))
+    share_classes = len(common) > 1 and (
+        any(map(str.isalpha, "".join(common))) or not any(map(str.isalpha, "".join(names)))
+    )
 
     with_splits = [each for each in inner if {"train"} < set(splits_of_folders(each).values())]
-    if with_splits or (len(common) > 1 and are_names):
+    if with_splits or share_classes:
         raise PrepError(
             f"{tree}: two readings are possible, because the folders {few(names)} contain folders"
             f" with equal or usual names ({few(sorted(common.union(*with_splits)))}). If these are"

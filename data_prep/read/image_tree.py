@@ -108,12 +108,14 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
             " or move the folder elsewhere"
         ) from error
 
-    folders = [name for name, is_folder, _ in visible if is_folder]
-    files = [name for name, is_folder, _ in visible if not is_folder]
     for name, is_folder, is_link in visible:
         if is_link and not (is_folder or FILE_SUFFIX.search(name)):
             require(Path(folder, name), "a file or folder: correct or remove the link")
-    return folders, files
+
+    return (
+        [name for name, is_folder, _ in visible if is_folder],
+        [name for name, is_folder, _ in visible if not is_folder],
+    )
 
 
 def images_below(

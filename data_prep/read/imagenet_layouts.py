@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -268,7 +269,7 @@ def parquet_layout(split: str, files: Sequence[Path]) -> ImageNetLayout:
         f"{len(files):,} parquet files, copied once to read them",
         files[0].parent,
         images,
-        lambda builder: {wnid for part in images(builder) for wnid in part.wnids or ()},
+        lambda builder: set(chain.from_iterable(part.wnids or () for part in images(builder))),
         tuple(files),
         lacking=parquet.missing_files(split, files),
     )
@@ -313,7 +314,9 @@ def read_devkit(path: Path) -> dict[str, str]:
             files = {name: (path / name).read_bytes() for name in needed}
     else:
         files = dict(small_members(path, needed, MAX_MEMBERS, MAX_BYTES, "ImageNet's kit"))
-    if missing := [name for name in needed if name not in files]:
+
+    missing = [name for name in needed if name not in files]
+    if missing:
         raise PrepError(
             f"{path}: contains no {' and no '.join(missing)}; expected ImageNet's development kit"
             " for tasks 1 and 2"
@@ -349,8 +352,9 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
             " kit again"
         ) from error
 
-    if strange := [wnid for wnid in wnids.values() if not WNID.fullmatch(wnid)]:
-        raise PrepError(f"{place}: {strange[0]!r} is not a WordNet ID; download the kit again")
+    for wnid in wnids.values():
+        if not WNID.fullmatch(wnid):
+            raise PrepError(f"{place}: {wnid!r} is not a WordNet ID; download the kit again")
     return wnids
 
 

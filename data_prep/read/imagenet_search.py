@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from data_prep.errors import PrepError, require
@@ -111,8 +112,9 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
     except (PrepError, StopIteration) as error:
         problem = str(error) or f"{path}: an empty tar; download it again"
 
-    is_task_3 = "_t3" in path.name.lower()  # the tar of 120 dog breeds
-    if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and not is_task_3:
+    is_tar_of_class = first.endswith(".tar") and WNID.fullmatch(first[:-4])
+    # Task 3 has a tar of 120 dog breeds.
+    if is_tar_of_class and "_t3" not in path.name.lower():
         search.layouts.append(nested_tar(path))
     elif first.startswith(VAL_IMAGE):
         search.layouts.append(flat(path))
@@ -126,7 +128,8 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
     wnids = defaultdict[str, set[str]](set)
     for members in walk_zip(path):
         for name, offset, size in zip(*members, strict=True):
-            if place := place_in_zip(name):
+            place = place_in_zip(name)
+            if place is not None:
                 wnids[place[0]].add(place[1])
             elif name.rpartition("/")[2] == KAGGLE_TABLE and not name.startswith("__MACOSX/"):
                 table = Sample("", 0, name, str(path), int(offset), int(size))
@@ -146,10 +149,10 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
 
 def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
     """Return the split in the class folders, based on the first image or the folder name."""
-    for wnid in wnids:
-        if names := members_of(folder / wnid).names:
-            return "val" if names[0].startswith(VAL_IMAGE) else "train"
-    return SPLIT_FOLDERS.get(folder.name.lower(), "train")
+    first = next(chain.from_iterable(members_of(folder / wnid).names for wnid in wnids), None)
+    if first is None:
+        return SPLIT_FOLDERS.get(folder.name.lower(), "train")
+    return "val" if first.startswith(VAL_IMAGE) else "train"
 
 
 def _look_into(folder: Path, search: Search, named: bool) -> None:
@@ -169,16 +172,17 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     is_flat = any(
         name.startswith(VAL_IMAGE) and name.lower().endswith(IMAGE_EXTENSIONS) for name in files
     )
+    is_known = wnids or usual or is_flat
     has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
-    is_split = folder.name.lower() in SPLIT_FOLDERS
+    has_classes = wnids or (folder.name.lower() in SPLIT_FOLDERS and not (is_known or has_archives))
 
-    if strange and (wnids or (is_split and not (usual or is_flat or has_archives))):
+    if strange and has_classes:
         raise PrepError(
             f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
             f" {few(strange)}; rename or remove them, or use `python -m data_prep.imagefolder` for"
             " other class names"
         )
-    if named and not (wnids or usual or is_flat):
+    if named and not is_known:
         search.remarks.append(f"{folder} contains {few(sorted(folders + files))}")
 
     if wnids:
@@ -209,9 +213,8 @@ def find_layouts(paths: Sequence[Path]) -> Search:
     layouts = [*search.layouts, *map(folder_of_tars, _by_folder(search.inner_tars).values())]
     for files in _by_folder(search.parquets).values():
         for split in ("train", "val"):
-            if of_split := [
-                file for file in files if SPLIT_FOLDERS.get(file.name.split("-")[0]) == split
-            ]:
+            of_split = [f for f in files if SPLIT_FOLDERS.get(f.name.split("-")[0]) == split]
+            if of_split:
                 layouts.append(parquet_layout(split, of_split))
 
     search.layouts = []

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -118,6 +118,8 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
     # Excel writes semicolons where the comma is the decimal point.
     delimiter = "\t" if "\t" in first else min(",;", key=lambda each: f"{first}{each}".index(each))
     match = _IMAGE.match(first)
+    # A label after a blank may contain the delimiter.
+    has_cells = delimiter == "\t" or (delimiter in first and not (match and match[2]))
 
     with readable(root.file / path, (ValueError, csv.Error), "not a table"):
         if path.endswith(".jsonl"):
@@ -125,7 +127,7 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
             yield names
             for row in map(json.loads, lines):
                 yield ["" if row.get(name) is None else str(row[name]).strip() for name in names]
-        elif delimiter == "\t" or (delimiter in first and not (match and match[2])):
+        elif has_cells:
             for cells in csv.reader(lines, delimiter=delimiter):
                 yield [cell.strip() for cell in cells]
         else:
@@ -158,6 +160,10 @@ def _joined(*parts: str) -> str:
 
 def _cell(row: Sequence[str], column: int | None) -> str:
     return "" if column is None or column >= len(row) else row[column]
+
+
+def _column(rows: Iterable[Sequence[str]], column: int) -> list[str]:
+    return [_cell(row, column) for row in rows]
 
 
 def _class_folder(parts: Sequence[str]) -> str:
@@ -200,8 +206,11 @@ def find_lists(
         # train1.txt, train2.txt, ... are partitions.
         lists.append(min(of_split, key=lambda each: (len(each.path), each.path)))
 
-    reasons = {each.path: "repeat images of other lists" for each in found_lists}
-    reasons |= {path: each for path, each in opened.items() if isinstance(each, str) and each}
+    reasons = {
+        path: each if isinstance(each, str) else "repeat images of other lists"
+        for path, each in opened.items()
+        if each
+    }
     unused = defaultdict[str, list[str]](list)
     for path in sorted(reasons.keys() - {each.path for each in lists}):
         unused[reasons[path]].append(path)
@@ -212,19 +221,18 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     """Return a list of labels, or why a list is not used, or "" for a text that is no list."""
     rows = list(islice(_rows(root, path), HEAD_ROWS))
     folder, name = os.path.split(path.lower().replace("trainval", "train"))
-    splits = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
-    splits = splits or {split_of(os.path.basename(folder)) or ""}
+    in_name = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
+    splits = in_name or {split_of(os.path.basename(folder)) or ""}
     split = splits.pop() if len(splits) == 1 else ""  # train_test_split.txt
 
     columns: Sequence[int] = range(max(map(len, rows), default=0))
     # The number of a class may be the name of an image as well.
-    paths = [c for c in columns if all(_IMAGE.match(_cell(row, c)) for row in rows[1:] or rows)]
+    paths = [k for k in columns if all(map(_IMAGE.match, _column(rows[1:] or rows, k)))]
     places = sorted(
-        place for c in paths or columns for place in _places(root, found, path, split, rows, c)
+        chain.from_iterable(_places(root, found, path, split, rows, k) for k in paths or columns)
     )
-
     if not places:
-        is_list = any(_IMAGE.match(cell) for row in rows for cell in row)
+        is_list = any(map(_IMAGE.match, chain.from_iterable(rows)))
         return "do not name the images in a folder" if is_list else ""
 
     *_, file, base = places[0]
@@ -232,13 +240,12 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
         _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
         or any(cell.isdecimal() or "/" in cell or _IMAGE.match(cell) for cell in rows[0])
     )
-    in_folders = all(_class_folder(_parts(_cell(row, file))) for row in rows[has_header:])
+    in_folders = all(map(_class_folder, map(_parts, _column(rows[has_header:], file))))
     others = [column for column in range(len(rows[0])) if column != file]
-
     # A table may begin with the numbers of its rows.
     label, split_column = min(others, key=lambda k: (k < file, k), default=None), None
     if has_header:
-        values = {k: {_cell(row, k).lower() for row in rows[1:]} for k in others}
+        values = {k: set(map(str.lower, _column(rows[1:], k))) for k in others}
         splits_of_rows = [k for k in others if rows[0][k].lower() in SPLIT_COLUMNS]
         split_column = next((k for k in splits_of_rows if values[k] <= SPLIT_WORDS.keys()), None)
         # pandas writes the numbers of rows without a name.
@@ -247,19 +254,19 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
         label = None
         place = os.path.join(str(root), path)
 
-        # The columns of a metadata.csv of Hugging Face may be captions.
-        if names and not (usual or label_column) and in_folders and "metadata." not in name:
+        is_in_column = usual or label_column or not in_folders
+        if names and is_in_column:
+            column = choose_column(place, "--label-column", label_column, usual or names, rows[0])
+            label = rows[0].index(column)
+        elif names and "metadata." not in name:  # A metadata.csv may contain captions.
             raise PrepError(
                 f"{place}: it is unclear whether the classes are the folders or in one of the"
                 f" columns {few(names)}: choose a column with --label-column, or use --layout to"
                 " ignore the lists"
             )
-        if names and (usual or label_column or not in_folders):
-            name = choose_column(place, "--label-column", label_column, usual or names, rows[0])
-            label = rows[0].index(name)
 
     if not paths and label is not None:
-        labels = [_cell(row, label) for row in islice(_rows(root, path), int(has_header), None)]
+        labels = _column(islice(_rows(root, path), int(has_header), None), label)
         if len(set(labels)) == len(labels):  # a list of classes, whose numbers name images as well
             return ""
 
@@ -268,7 +275,8 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     below = [each[start:][:1] for each in found.folders if is_inside("/".join(each), base)]
     of_folders = {} if split or split_column is not None else splits_of_folders(chain(*below))
     of_folders = of_folders if "train" in of_folders.values() else {}
-    if label is None and not (in_folders and (split or split_column is not None or of_folders)):
+    is_by_folder = in_folders and (split or split_column is not None or of_folders)
+    if label is None and not is_by_folder:
         return "contain no labels"
 
     if len({place[:-1] for place in places[:2]}) < len(places[:2]):
@@ -321,7 +329,8 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
         for split, path, label in each.rows(root):
             paths = of_list[split][label]
             # A cell of metadata.jsonl may contain a list.
-            if not split or label in ("", "-1") or label.startswith("["):
+            has_label = label not in ("", "-1") and not label.startswith("[")
+            if not split or not has_label:
                 wrong.append(f"{path} ({(label or 'no label') if split else 'no split'})")
             elif paths_of.setdefault(path, paths) is not paths:
                 wrong.append(f"{path} ({split}: {label})")
@@ -347,8 +356,8 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
             " or remove these rows, or use --layout to ignore the lists"
         )
 
-    of_train = {label: paths for each in images for label, paths in each.get("train", {}).items()}
-    labels = {label for of_list in images for label in chain.from_iterable(of_list.values())}
+    of_train = dict(chain.from_iterable(each.get("train", {}).items() for each in images))
+    labels = set(chain.from_iterable(chain(*of_list.values()) for of_list in images))
     files = {each for each in texts if _CLASS_FILE.fullmatch(each)} - {each.path for each in lists}
     names, source = _name_classes(root, sorted(files), labels, of_train)
 
@@ -424,7 +433,7 @@ def _name_classes(
                     )
 
             is_moved = numbers != [*range(len(numbers))]
-            moved = f"; {range_of_labels} become the labels from 0 on" * is_moved
+            moved = f"; {range_of_labels} become the labels from 0 on" if is_moved else ""
             return of_label, f"; class names: {source}{moved}"
 
     raise PrepError(

@@ -52,7 +52,8 @@ class Spooled(NamedTuple):
 
 def missing_files(split: str, files: Sequence[Path]) -> str:
     """Return a line about missing files, inferred from the names of the existing files, or ""."""
-    totals = {int(match[1]) for file in files if (match := re.search(r"-of-(\d+)", file.name))}
+    matches = (re.search(r"-of-(\d+)", file.name) for file in files)
+    totals = {int(match[1]) for match in matches if match}
     missing = max(totals, default=len(files)) - len(files)
     return f"{missing} of {max(totals)} parquet files of {split} are missing" if missing > 0 else ""
 
@@ -65,7 +66,6 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     types.
     """
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise PrepError("reading parquet files needs pyarrow: pip install pyarrow") from error
@@ -88,7 +88,8 @@ def _check_columns(path: Path, schema: Any, columns: Columns) -> None:
             f"{path}: the columns are {', '.join(schema.names)}; expected {columns.image} (with"
             f" bytes and path) and {columns.label}"
         )
-    if problem := label_problem(schema, columns.label):
+    problem = label_problem(schema, columns.label)
+    if problem:
         raise PrepError(f"{path}: {columns.label} {problem}")
 
 

@@ -114,12 +114,25 @@ def readme(info: Mapping[str, Any]) -> str:
             *(f"    - {json.dumps(path)}" for path in paths),
         ]
 
-    head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
     text = (  # Rewording changes the output bytes.
         "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
         " writes dataset.md, which tells more."
     )
-    return "\n".join([*head, "# Images", "", text]) + "\n"
+    return "\n".join(
+        [
+            "---",
+            "configs:",
+            "- config_name: default",
+            "  data_files:",
+            *files,
+            "---",
+            "",
+            "# Images",
+            "",
+            text,
+            "",
+        ]
+    )
 
 
 # ---- the picture ---------------------------------------------------------------------------------

@@ -308,12 +308,11 @@ def _conversions(card: Card) -> list[str]:
 
     lines = ["No image was converted."]
     if card.info.get("changed"):
-        changed = card.info["changed"]
-        rows = [(reason, f"{count:,}") for reason, count in sorted(changed.items())]
+        rows = [(reason, f"{count:,}") for reason, count in sorted(card.info["changed"].items())]
         lines = [
             "Changes and notes of the writer. All other images have the bytes of their source.",
             markdown_table(("", "images"), rows),
-            *_restart_markers(changed),
+            *_restart_markers(card.info["changed"]),
         ]
     if card.info.get(EXIF_ORIENTED):
         lines.append(f"{exif_summary(card.info[EXIF_ORIENTED], card.num_images)}.")
@@ -360,10 +359,11 @@ def _source(card: Card) -> list[str]:
         lines = [f"Created by `python -m data_prep.{card.info['source']}`."]
     if card.info.get("origin"):
         lines.append("\n".join(f"- {escaped(line)}" for line in card.info["origin"]))
-
-    options = card.info.get("options")
-    if options:
-        rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in options.items()]
+    if card.info.get("options"):
+        rows = [
+            (name, json.dumps(value, ensure_ascii=False))
+            for name, value in card.info["options"].items()
+        ]
         lines.append(markdown_table(("option", "value"), rows, 2))
     return lines
 

@@ -268,8 +268,9 @@ class Builder:
         self.close()
         table = Table(self.folder, split, self.files)
         rows = np.arange(len(table))
-        parts = np.array_split(rows, len(rows) // 65536 + 1)
-        hashes = np.concatenate([key_hashes(table.keys(part)) for part in parts])
+        hashes = np.concatenate(
+            [key_hashes(table.keys(part)) for part in np.array_split(rows, len(rows) // 65536 + 1)]
+        )
 
         rows = rows[np.lexsort((hashes, table.rows["label"]))]
         members = table.rows["label"][rows]

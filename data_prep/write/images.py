@@ -175,8 +175,7 @@ def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
     If the result has at least four times the target size, shrinking loses less quality than the
     JPEG encoding.
     """
-    fitting = (step for step in (8, 4, 2) if min(size) >= 4 * step * min(target))
-    return next(fitting, 1)
+    return next((step for step in (8, 4, 2) if min(size) >= 4 * step * min(target)), 1)
 
 
 def _by_pillow(

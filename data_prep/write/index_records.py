@@ -24,7 +24,6 @@ from data_prep.write.output import Output, temporary_folder
 from data_prep.write.samples import key_hashes
 from vit.data.shards import info_file
 from vit.data.shards.index_file import first_samples, open_index
-from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import INDEX_DTYPE, Survey, idx_lines, index_rows, survey_tar, write_idx
 from vit.system.files import ShardError, sha256_of
@@ -50,7 +49,7 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
 
     Raises PrepError if there are no tars, or if a name has no split.
     """
-    names = sorted(name for name in files if name.endswith(".tar"))
+    names = sorted({name for name in files if name.endswith(".tar")})
     if not names:
         compressed = [name for name in files if COMPRESSED_TAR.search(name)]
         if compressed:
@@ -346,12 +345,12 @@ def _indexed_before(shard: IndexedShard) -> Indexed | None:
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
         return None
-    if sidecar.get("filename") != shard.name or not is_sidecar(sidecar):
+    if sidecar.get("filename") != shard.name or not info_file.is_sidecar(sidecar):
         raise ShardError(
             f"{shard.output}/{name}.json: not a sidecar written by this package: move it away, or"
             " choose another --out"
         )
-    check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
+    info_file.check_types(sidecar, info_file.SIDECAR, f"{shard.output}/{name}.json")
 
     rows = shard.rows
     if rows is None and shard.output.size(f"{name}.rows.npy") > 0:

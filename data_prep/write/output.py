@@ -15,14 +15,21 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from data_prep.errors import PrepError
 from vit.data.storage.object_store import KINDS, ObjectStore
-from vit.system import files
-from vit.system.files import locked_folder, remove_if_abandoned, replacing, temporary_file
+from vit.system.files import (
+    json_bytes,
+    locked_folder,
+    parse_json,
+    read_json,
+    remove_if_abandoned,
+    replacing,
+    temporary_file,
+)
 from vit.system.redact import shown
 from vit.system.urls import local_path
 
@@ -99,16 +106,15 @@ class Output:
         """Return the object in a JSON file, or None if it is missing. Raises ShardError if not
         JSON."""
         if self.local is not None:
-            return files.read_json(self.local / name)
+            return read_json(self.local / name)
         try:
-            content = self._store.read_all(name)
+            return parse_json(self._store.read_all(name), f"{self}/{name}")
         except FileNotFoundError:
             return None
-        return files.parse_json(content, f"{self}/{name}")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write `content` as JSON atomically."""
-        self.write(name, files.json_bytes(content))
+        self.write(name, json_bytes(content))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file atomically."""
@@ -128,7 +134,7 @@ class Output:
             return
 
         with temporary_file(self.local / name) as file:
-            file.write(files.json_bytes(content))
+            file.write(json_bytes(content))
             file.flush()
             os.fsync(file.fileno())
             try:
@@ -179,13 +185,11 @@ class Output:
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
-        try:
+        with suppress(FileNotFoundError):
             if self.local is not None:
                 (self.local / name).unlink()
             else:
                 self._store.remove(name)
-        except FileNotFoundError:
-            pass
 
     def free_bytes(self) -> int | None:
         """Return the free disk space in bytes, or None for a URL. The folder need not exist."""

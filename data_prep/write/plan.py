@@ -258,10 +258,9 @@ def _measured(source: Source, catalog: Catalog, policy: ImagePolicy) -> tuple[fl
     sizes = []
     began = time.perf_counter()
     for sample in samples:
-        try:
+        # Unreadable images are reported when their shard is written.
+        with suppress(OSError, ValueError):
             sizes.append(len(prepare(source.read(sample), policy).data))
-        except (OSError, ValueError):
-            continue  # Unreadable images are reported when their shard is written.
 
     if not sizes:
         return sum(sample.size for sample in samples) / len(samples), math.nan

@@ -131,8 +131,12 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
     if not is_same_source or not _has_all_files(output, info):
         return False
 
-    expected = {"source": source.name, "options": options_of(source, settings)}
-    compare(output, existing_record(output), expected, later=("num_shards", "catalog"))
+    compare(
+        output,
+        existing_record(output),
+        {"source": source.name, "options": options_of(source, settings)},
+        later=("num_shards", "catalog"),
+    )
     print(f"{output}: already complete")
     return True
 
