@@ -54,11 +54,13 @@ def main() -> World:
         config = with_settings(config, {"train.exact_over_ranks": False})
         if process_group.is_main_process():
             print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)
+
     deterministic = config.train.deterministic
     world = process_group.join_world(config.train.device, deterministic=deterministic)
     with world.fail_together():
         if world.is_main and args.out is not None:
             check_writable("--out", args.out)
+
     wishes = Wishes(
         args.seconds,
         args.steps,
@@ -67,6 +69,7 @@ def main() -> World:
         needs_data=args.data is not None,
     )
     result = measure(config, world, wishes)
+
     if world.is_main:
         show(result, args.json)
         written = sys.stderr if args.json else sys.stdout
@@ -99,6 +102,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         "--out", type=Path, metavar="FOLDER", help="write <date>-gpu-<name>.json and .md"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
     args = parser.parse_intermixed_args(arguments)
     if not 0 < args.seconds < float("inf"):
         parser.error(f"--seconds {args.seconds:g}: expected more than 0")
@@ -112,6 +116,7 @@ def show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, indent=1))
         return
+
     console = Console(soft_wrap=True, highlight=False)
     console.print(title(result), markup=False)
     for rows in (step_table(result), loading_table(result)):
@@ -123,7 +128,9 @@ def show(result: dict[str, Any], as_json: bool) -> None:
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
-    if fastest := proposal(result):
+
+    fastest = proposal(result)
+    if fastest:
         console.print(fastest, markup=False)
 
 

@@ -58,8 +58,6 @@ from vit.weights.on_ranks import read_once
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
 
-"""The best number of neighbors in the DINO paper, out of 10, 20, 100 and 200."""
-
 
 def main() -> World:
     args = read_command_line()
@@ -74,8 +72,10 @@ def main() -> World:
         tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides])
         device = tuned.train.device
         deterministic = tuned.train.deterministic
+
     setting = "--device " if args.device else "train.device="
     world = process_group.join_world(device, setting, deterministic=deterministic)
+
     if tuned is not None:
         subject = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
         finetune(
@@ -92,6 +92,7 @@ def main() -> World:
 
     if len(args.checkpoints) > 1:
         world.broadcast_from_main(lambda: _try_to_read(args.checkpoints))
+
     results: list[Result] = []
     root = args.data
     split = args.split or "val"
@@ -105,13 +106,16 @@ def main() -> World:
             sets = config.eval.model_dump(mode="json")["sets"]
             settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
             settings["eval.best_by"] = config.eval.best_by
+
         results.append(
             evaluate_weights(
                 subject.loaded, config, world=world, out=out, selected=args.select_classes
             )
         )
-        if world.is_main and subject.published is not None and results[-1].sets:
+        is_published = subject.published is not None and results[-1].sets
+        if world.is_main and is_published:
             _print_published(subject, config, results[-1], args.select_classes, out)
+
     if world.is_main:
         as_json = results[0].as_json
         if len(results) > 1:
@@ -159,6 +163,7 @@ def _read(
         loaded = read_weights(
             path or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
         )
+
         if loaded.config is not None:
             if args.model:
                 raise ValueError(
@@ -166,6 +171,7 @@ def _read(
                     " its model's name: omit --model"
                 )
             return loaded
+
         try:
             loaded, published = with_published_config(loaded, args.model, root, split)
             check_head(loaded)
@@ -178,6 +184,7 @@ def _read(
 
     loaded = read_once(read, world)
     problem = world.broadcast_from_main(lambda: problem)
+
     config = None
     with world.fail_together():
         try:
@@ -187,6 +194,7 @@ def _read(
             if not args.finetune:
                 raise
             problem = str(error)
+
     return _Subject(loaded, config, published, problem)
 
 
@@ -196,6 +204,7 @@ def _print_published(
     assert subject.published is not None, "the caller checks"
     num_classes = result.sets[VAL][0].split.num_classes
     head_classes = (0 if is_selected else subject.loaded.num_classes) or num_classes
+
     line = describe_published(
         subject.published,
         result.as_json["num_images"],
@@ -225,6 +234,7 @@ def _create_parser() -> Parser:
         metavar="NAME",
         help="timm's name of weights from another program, if the file does not contain it",
     )
+
     parser.add_argument(
         "--data", metavar="ROOT", help="folder of shards (default: the run's data.root)"
     )
@@ -234,12 +244,14 @@ def _create_parser() -> Parser:
         help="use only the model's classes that occur in the data, matched by name (200 of 1,000)",
     )
     parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
+
     add_model_flags(
         parser,
         batch_size="images per forward pass and rank (default: the run's eval.batch_size)",
         num_workers="loader processes per rank (default: the run's loader.num_workers)",
         device="(default: auto, GPUs if each rank of a host has one)",
     )
+
     parser.add_argument(
         "--finetune",
         metavar="CONFIG",
@@ -252,6 +264,7 @@ def _create_parser() -> Parser:
         metavar="RUN_OR_FILE | section.key=value",
         help="settings such as eval.sets.v2.root=data/v2; only eval.* without --finetune",
     )
+
     return parser
 
 
@@ -266,22 +279,27 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
     # An argument with "=" is a setting, unless a file with that name exists.
     args.checkpoints = [word for word in positionals if "=" not in word or Path(word).exists()]
     args.overrides = [word for word in positionals if word not in args.checkpoints]
+
     named = " and ".join(args.checkpoints)
     if args.finetune and len(args.checkpoints) > 1:
         parser.error(f"{named}: pass one run or file to fine-tune")
     if len({*args.checkpoints}) < len(args.checkpoints):
         parser.error(f"{named}: a checkpoint is listed twice: remove one")
+
     foreign = [word for word in args.overrides if not word.startswith("eval.")]
     if foreign and not args.finetune:
         parser.error(f"{' '.join(foreign)}: only eval.* settings are allowed without --finetune")
-    if problems := model_flag_problems(args):
+    problems = model_flag_problems(args)
+    if problems:
         parser.error("; ".join(problems))
+
     if args.finetune and args.select_classes:
         parser.error("--select-classes: with --finetune, use init.select_classes=true instead")
     if args.finetune and not args.checkpoints:
         parser.error(
             "--finetune requires --checkpoint, because the newest run may be a fine-tuned one"
         )
+
     return args
 
 

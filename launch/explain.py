@@ -58,6 +58,7 @@ def explain(setting: Setting, is_alone: bool) -> str:
     if setting.only_with:
         groups = [" or ".join(group) for group in setting.only_with]
         lines.append(f"    Only with {', and with '.join(groups)}.")
+
     if is_alone:
         if setting.may_change:
             lines.append("    A resumed run may have another value.")
@@ -66,6 +67,7 @@ def explain(setting: Setting, is_alone: bool) -> str:
                 f"    A resumed run keeps its value, unless --allow-change {setting.key} is given."
             )
         lines += recipe_lines(setting.key)
+
     return "\n".join(lines)
 
 
@@ -75,14 +77,17 @@ def recipe_lines(key: str) -> Sequence[str]:
     for name, values in recipes().items():
         if key in values:
             names_of[as_yaml(values[key])].append(name)
+
     most_frequent = sorted(names_of.items(), key=lambda item: -len(item[1]))[:MOST_VALUES]
     if not most_frequent:
         return ["    No recipe sets it."]
+
     total = sum(len(names) for names in names_of.values())
     lines = [f"    {total} of {len(recipes())} recipes set it:"]
     for value, names in most_frequent:
         text = textwrap.shorten(", ".join(names), 70, placeholder=" ...")
         lines.append(f"      {value}  {text}")
+
     return lines
 
 

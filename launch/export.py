@@ -48,10 +48,12 @@ def main() -> World:
     world = join_world("cpu")
     subject, loaded, published = read_subject(args.path, args.model)
     check_holds(args.to, subject)
+
     run_dir = _run_of(loaded)
     folder = args.out or (run_dir and run_dir / "export" / args.to)
     if folder is None:
         raise ValueError(f"{loaded.path} is not in a run folder: pass an output folder with --out")
+
     origin = _origin(loaded, run_dir, published, args.repository or "")
     suffix = f" ({loaded.which()})" if loaded.which() else ""
     size = subject.config.model.size_text()
@@ -61,6 +63,7 @@ def main() -> World:
     )
     for note in loaded.notes:
         print(f"  {note}")
+
     lines = export(
         "timm" if args.to == "hub" else args.to,
         subject,
@@ -73,6 +76,7 @@ def main() -> World:
     for line in lines:
         print(f"  {line}")
     print(f"{folder}: complete; its README.md has the code to open it")
+
     if args.repository:
         print(f"pushed to {push(folder, args.repository)}")
     return world
@@ -90,6 +94,7 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str, reposit
     lines: list[dict[str, Any]] = read_metrics(run_dir / METRICS_FILE) if run_dir else []
     starts = [line for line in lines if line["kind"] == "start"]
     evaluations = [line for line in lines if line["kind"] == "eval" and line["step"] == loaded.step]
+
     file = loaded.path / "model.safetensors" if loaded.path.is_dir() else loaded.path
     name = loaded.source["repository"] if loaded.source else loaded.path.absolute().name
     # These pictures of the report contain no images of the data.
@@ -98,6 +103,7 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str, reposit
         if run_dir and repository
         else []
     )
+
     return Origin(
         name=run_dir.absolute().name if run_dir else name,
         export_command=f"python launch/export.py {shlex.join(map(shown, sys.argv[1:]))}",
@@ -130,6 +136,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="OWNER/NAME",
         help="model repository on the Hugging Face Hub, only with --to hub",
     )
+
     parser.add_argument(
         "--to", choices=(*PROGRAMS, "hub"), required=True, help="program for the export, or hub"
     )
@@ -141,12 +148,14 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="NAME",
         help="timm's name of weights from another program, if the file does not contain it",
     )
+
     args = parser.parse_intermixed_args(arguments)
     if (args.to == "hub") != (args.repository is not None):
         raise ValueError(
             f"{args.repository or '--to hub'}: expected --to hub OWNER/NAME, or one RUN_OR_FILE and"
             " another program"
         )
+
     if args.repository is not None:
         check_repository(args.repository)
     return args

@@ -78,7 +78,9 @@ class Torchrun:
 
         Ctrl-C and SIGHUP are not forwarded, because the terminal sends them to torchrun directly.
         """
-        if self._process is not None and self.signal_name == "SIGTERM" and not self._is_forwarded:
+        if self.signal_name != "SIGTERM" or self._is_forwarded:
+            return
+        if self._process is not None:
             self._is_forwarded = True
             self._process.terminate()
 
@@ -95,6 +97,7 @@ class Torchrun:
         script = str(Path(__file__).with_name("train.py"))
         self._process = subprocess.Popen([*launcher, script, *arguments], env=environment)
         self._forward()  # Forward a signal that arrived before the process started.
+
         done_s: float | None = None
         while True:
             try:
@@ -115,6 +118,7 @@ def main() -> int:
     run_dir = load_config(args.config, args.overrides).run.dir
     assert run_dir is not None, "load_config sets the run folder"
     before = newest_checkpoint(run_dir)
+
     with tempfile.TemporaryDirectory(prefix="vit-job-") as folder:
         outcome_file = Path(folder) / "outcome"
         environment = {
@@ -127,11 +131,13 @@ def main() -> int:
             environment.setdefault("PET_RDZV_CONF", f"timeout={MEET_S}")
         launcher_status = torchrun.run(arguments, environment, outcome_file)
         outcome = read_outcome(outcome_file)
+
     if args.check:
         status, text = judge_check(launcher_status, torchrun.signal_name)
     else:
         after = newest_checkpoint(run_dir, may_refuse=True)
         status, text = judge(outcome, torchrun.signal_name, before, after)
+
     print(
         f"{shown(run_dir)}: {text} (torchrun: {launcher_status}); exit status {status}", flush=True
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -76,6 +76,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         ("--network-gbs", "G", "GB/s in and out of each host, which limit the end-to-end time"),
     ):
         parser.add_argument(option, type=float, metavar=metavar, help=explanation)
+
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_intermixed_args(arguments)
 
@@ -87,11 +88,13 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
     num_gpus = forecast.num_gpus
     rank_batch = plan.micro_batch_size * plan.accumulation_steps
     peak_tflops = gpu.peak_tflops(forecast.precision)
+
     slow, fast = forecast.images_per_s(forecast.image_s)
     end_to_end_h = forecast.end_to_end_h(args.cores, args.network_gbs)
     is_limited = end_to_end_h[0] > forecast.end_to_end_h(None, None)[0]
     limited = "; --cores or --network-gbs is the limit" if is_limited else ""
     factors = _range([forecast.end_to_end.low, forecast.end_to_end.high])
+
     lines = {
         "data": f"{forecast.data.num_images:,} images",
         "steps": f"{plan.total_steps:,} of {plan.global_batch_size:,} images: {rank_batch}"
@@ -110,6 +113,7 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
         "host": _host(forecast),
         "disk": _disk(forecast),
     }
+
     if forecast.network_gbs:
         lines["network"] = (
             f"{_range([forecast.network_gbs])} GB/s in and out of each host with {GPUS_PER_HOST}"
@@ -127,11 +131,11 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
             f"{forecast.teacher_flops / 1e9:.2f} GFLOP per image, counted in memory, speed and time"
         )
     if args.price is not None:
-        compute, whole = (
-            _range([args.price * num_gpus * each for each in hours])
-            for hours in (forecast.compute_h, end_to_end_h)
-        )
+        per_hour = args.price * num_gpus
+        compute = _range([per_hour * hours for hours in forecast.compute_h])
+        whole = _range([per_hour * hours for hours in end_to_end_h])
         lines["cost"] = f"compute {compute}, end to end {whole} at {args.price:g} per GPU-hour"
+
     title = (
         f"{model_name} on {num_gpus} x {gpu.name} ({forecast.precision}: peak"
         f" {peak_tflops:,.0f} TFLOP/s; {gpu.memory_gib} GiB)"
@@ -145,8 +149,10 @@ def as_json(forecast: Forecast, args: Namespace) -> dict[str, Any]:
         "compute": forecast.compute_h,
         "end_to_end": forecast.end_to_end_h(args.cores, args.network_gbs),
     }
-    gpu_hours = {name: [forecast.num_gpus * end for end in ends] for name, ends in hours.items()}
+    gpu_hours = _scaled(hours, forecast.num_gpus)
+
     host = forecast.host_memory
+
     return {
         "gpu": asdict(forecast.gpu),
         "num_gpus": forecast.num_gpus,
@@ -174,14 +180,16 @@ def as_json(forecast: Forecast, args: Namespace) -> dict[str, Any]:
         ],
         "hours": hours,
         "gpu_hours": gpu_hours,
-        "cost": None
-        if args.price is None
-        else {name: [args.price * end for end in ends] for name, ends in gpu_hours.items()},
+        "cost": None if args.price is None else _scaled(gpu_hours, args.price),
         "end_to_end": asdict(forecast.end_to_end),
         "cores_per_gpu": forecast.cores_per_gpu,
         "network_gbs": forecast.network_gbs,
         "run_folder_bytes": forecast.disk.total_bytes,
     }
+
+
+def _scaled(ranges: Mapping[str, Sequence[float]], factor: float) -> dict[str, list[float]]:
+    return {name: [factor * end for end in ends] for name, ends in ranges.items()}
 
 
 def _time(hours: Sequence[float], num_gpus: int) -> str:

@@ -49,23 +49,28 @@ NAMED_PROBLEMS = 20
 def main() -> World:
     args = read_command_line()
     world = join_world(args.device or "auto", "--device ")
+
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
     names = read_names(args.classes) if args.classes else ()
     settings = {key: value for key, value in model_settings(args).items() if value is not None}
     trained = load(path, name=args.model, device=world.device, settings=settings, class_names=names)
     check_head(trained.weights)
+
     if args.attention:
         with needed_for("--attention"):
             from vit.extras.report.attention import check_rollout
         check_rollout(trained.model)
+
     inputs = find_inputs(args.images, sys.stdin.buffer if FROM_STDIN in args.images else None)
     for note in (*trained.notes, inputs.summary()):
         if note:
             print(f"note: {note}", file=sys.stderr)
+
     if args.sheet:  # Fail before the predictions are computed.
         with needed_for("--sheet"):
             import vit.extras.report.model_figures  # noqa: F401
         check_place(args.sheet, "--sheet ")
+
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
     if summary.num_problems:
@@ -79,6 +84,7 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
     top = min(args.top, len(trained.class_names))
     num_examples = SHEET_IMAGES if args.sheet else TABLE_IMAGES
     summary = Summary(places, trained.class_names, num_examples)
+
     with ExitStack() as stack:
         writer = stack.enter_context(csv_file(args.csv, top)) if args.csv else None
         meter = stack.enter_context(Meter("predicting", len(places), "images"))
@@ -92,14 +98,17 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
         ):
             if writer is not None:
                 write_rows(writer, batch, places, trained.class_names)
+
             for number, reason in batch.problems.items():
                 if summary.num_problems < NAMED_PROBLEMS:
                     name = escape_unprinted(places[number].name)
                     print(f"skipped: {name}: {reason}", file=sys.stderr)
                 summary.num_problems += 1
+
             summary.add(batch)
             skipped = f"{summary.num_problems:,} skipped" if summary.num_problems else ""
             meter.update(summary.num_done, skipped)
+
     return summary
 
 
@@ -110,6 +119,7 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
     if num_good > 0:
         is_listed = summary.num_done <= TABLE_IMAGES
         console.print(image_table(summary.examples) if is_listed else summary.class_table())
+
     if args.sheet and summary.examples:
         draw_sheet(summary, trained, args)
     skipped = ""
@@ -117,11 +127,13 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
         more = summary.num_problems - NAMED_PROBLEMS
         unnamed = f" ({more:,} of them not named)" if more > 0 else ""
         skipped = f"; {summary.num_problems:,} could not be read and were skipped{unnamed}"
+
     kind = f" ({trained.weights.which()})" if trained.weights.which() else ""
     print(
         f"{num_good:,} of {summary.num_done:,} images predicted by {trained.weights.path}{kind}"
         f"{skipped}"
     )
+
     for path in (args.csv, args.sheet if summary.examples else None):
         if path is not None:
             print(path)
@@ -137,13 +149,16 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     if args.attention:
         relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
         overlays = model_figures.overlaid(pixels, relevance)
+
     names = [escape_unprinted(Path(name).name) for name, _ in summary.examples]
     classes = [prediction for _, prediction in summary.examples]
     shown = len(names)
+
     heading = f"{shown} of {summary.num_done:,} images" if shown < summary.num_done else "Images"
     heading += f", classes by {trained.config.model.name}"
     if overlays is not None:
         heading += ", attention rollout"
+
     model_figures.plot_predictions(
         pixels, names, classes=classes, heading=heading, picture=args.sheet, overlays=overlays
     )
@@ -167,6 +182,7 @@ def _create_parser() -> Parser:
         metavar="IMAGE",
         help="file, folder (with its subfolders), tar, or - for a list of names on stdin",
     )
+
     parser.add_argument(
         "--checkpoint",
         metavar="RUN_OR_FILE",
@@ -181,6 +197,7 @@ def _create_parser() -> Parser:
     parser.add_argument(
         "--classes", type=Path, metavar="FILE", help="file of class names, one per line"
     )
+
     parser.add_argument(
         "--top", type=int, default=5, metavar="K", help="number of classes per image (default: 5)"
     )
@@ -194,6 +211,7 @@ def _create_parser() -> Parser:
     parser.add_argument(
         "--attention", action="store_true", help="draw attention rollout on the sheet"
     )
+
     default_batch = "default: the run's eval.batch_size, on a CPU at most 32"
     add_model_flags(
         parser,
@@ -201,6 +219,7 @@ def _create_parser() -> Parser:
         num_workers="decoding processes (default: one per core, none for a few images)",
         device="(default: auto, a GPU if available)",
     )
+
     return parser
 
 
@@ -216,8 +235,10 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
             picture_format(args.sheet)
         except ValueError as error:
             problems.append(f"--sheet {error}")
+
     if world_size() > 1:
         problems.append("predict.py runs as one process: start it without torchrun")
+
     if problems:
         raise ValueError("; ".join(problems))
     return args

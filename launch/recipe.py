@@ -51,6 +51,7 @@ def import_(args: Namespace) -> None:
     imported.config()  # raises an error before writing a file if settings are invalid
     report = account(imported)
     text = yaml_text(imported, args.out)
+
     if args.out is None:
         print(report, file=sys.stderr)
         print(text, end="")
@@ -59,6 +60,7 @@ def import_(args: Namespace) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(args.out) as file:
             file.write(text.encode())
+
     print(report)
     print(f"\n{args.out}")
 
@@ -77,17 +79,20 @@ def show(args: Namespace) -> World:
     Console(width=None if sys.stdout.isatty() else 100).print(groups_table(config))
     name = args.recipe.stem or args.recipe.name
     out = args.out or Path(f"recipe_{name}.png")
+
     with needed_for("show"):
         from vit.extras.report.contact_sheet import make_contact_sheet
         from vit.extras.report.recipe_curves import draw_curves
     curves = curves_of(config, args.images_per_epoch)
     print(draw_curves(config, f"Recipe {name}", out, *curves))
+
     try:
         sheet = out.with_stem(f"{out.stem}_augment")
         print(make_contact_sheet(config, 6, 4, sheet, world.device))
     except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         print(f"no contact sheet of the augmentation: {reason}", file=sys.stderr)
+
     return world
 
 
@@ -101,6 +106,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("command", choices=list(COMMANDS))
     if not remaining or remaining[0] not in COMMANDS:
         parser.parse_args(remaining[:1] or ["--help"])
+
     command = remaining.pop(0)
     args = _READ[command](remaining)
     args.command = command
@@ -126,6 +132,7 @@ def _read_import(arguments: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs of all nodes, if the command does not state it"
     )
+
     args = parser.parse_args(arguments)
     if args.gpus is not None and args.gpus < 1:
         raise ValueError(f"--gpus {args.gpus}: expected a positive number")
@@ -177,9 +184,11 @@ def _read_show(arguments: Sequence[str]) -> Namespace:
         metavar="section.key=value",
         help="settings that override the file",
     )
+
     args = parser.parse_intermixed_args(arguments)
     if args.images_per_epoch < 1:
         raise ValueError(f"--images-per-epoch {args.images_per_epoch}: expected a positive number")
+
     if args.out is not None:
         picture_format(args.out)
     return args

@@ -50,18 +50,24 @@ def table(replay: Replay) -> list[str]:
     """Format the first rows as lines of a table."""
     num_rows = len(replay.rows)
     height, width = replay.image_size
+
     lines = [
         f"step {replay.step:,} (epoch {replay.epoch}, {replay.world_size} rank(s)): {num_rows:,}"
         f" images of {replay.source.train_set.split.root}, {width} x {height} pixels"
     ]
     if not replay.has_losses:
         lines.append("no losses were saved for this epoch (log.sample_losses)")
-    shown = [row for piece in replay.pieces(TABLE_ROWS) for row in piece.rows]
+
+    shown: list[ReplayedRow] = []
+    for piece in replay.pieces(TABLE_ROWS):
+        shown += piece.rows
     cells = [("row", "key", "class", "loss", "augmentation"), *map(_cells, shown)]
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
     for row in cells:
-        padded = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
+        padded = [text.ljust(width) for text, width in zip(row[:4], widths[:4], strict=True)]
         lines.append("  ".join([*padded, row[4]]).rstrip())
+
     if num_rows > len(shown):
         lines.append(f"... and {num_rows - len(shown):,} more: use --csv FILE to write all rows")
     return lines
@@ -76,6 +82,7 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
         done.append(f"{row.mixed_by} {share:.2f} of row {row.partner_row} ({row.partner_key})")
     if not row.weight:
         done.append("unreadable, ignored")
+
     loss = "-" if row.loss is None else f"{row.loss:.3f}"
     return str(row.row), row.key, row.class_name, loss, ", ".join(done)
 
@@ -103,9 +110,11 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         default="cpu",
         help="device for the augmentation (default: cpu)",
     )
+
     args = parse_run_words(parser, arguments)
     if not 1 <= args.images <= 256:
         raise ValueError(f"--images {args.images}: expected a number from 1 to 256")
+
     if args.sheet is not None:
         picture_format(args.sheet)
     return args

@@ -37,15 +37,18 @@ def main() -> World:
     run = args.run or str(newest_run("RUN", METRICS_FILE))
     run_dir = local_copy(run)
     is_away = is_url(run)
+
     in_use = reading.is_in_use(run) if is_away else is_in_use(run_dir)
     to_wandb = None
     if args.to_wandb:
         with needed_for("--to-wandb"):
             from vit.extras.loggers.wandb_upload import ToWandb
         to_wandb = ToWandb(run_dir, bool(in_use))
+
     # A training that is still running may use all GPU memory.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = join_world(device, "--device ")
+
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
         report = make_report(
             run_dir,
@@ -53,11 +56,13 @@ def main() -> World:
             in_use=in_use,
             on_picture=lambda done, total, name: meter.update(done),
         )
+
     print(report.page)
     for path in report.pictures.paths.values():
         print(f"  {path}")
     for name, reason in report.pictures.reasons.items():
         print(f"  no {name}.png: {reason}")
+
     if to_wandb is not None:
         to_wandb.show(report.pictures.paths, print)
     if is_away:
@@ -86,6 +91,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         help="update the W&B run from metrics.jsonl: create a missing run and upload missing lines;"
         " with WANDB_MODE=offline, write a folder for `wandb sync`",
     )
+
     return parser.parse_args(arguments)
 
 

@@ -42,9 +42,12 @@ def main() -> World:
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
+
     with Meter("reading losses", len(epoch_files(run_dir)), "epochs") as meter:
         curves = read_curves(source, lambda done, total: meter.update(done))
+
     duplicates = find_duplicates(source.train_set.split, source.val_split)
+
     near = None
     if args.near is not None:
         num_images = len(source.train_set.split) + len(source.val_split)
@@ -54,6 +57,7 @@ def main() -> World:
             near = find_near_doubles(
                 source, features, duplicates, args.near, lambda done, _: meter.update(done)
             )
+
     print(
         f"{int((curves.num_seen > 0).sum()):,} images, {len(curves.epochs)} epoch(s):"
         f" {int(curves.late_wrong.sum()):,} wrong until the end,"
@@ -67,10 +71,12 @@ def main() -> World:
             f"nearly identical (cosine {args.near:g} or more): {len(near.pairs):,} pairs of"
             f" training images, {len(near.also_evaluated):,} evaluation images"
         )
+
     print(write_samples_page(source, curves, duplicates, near, args.images))
     print(write_table(source, curves, duplicates, near, run_dir / TABLE_FILE))
     if args.exclude is not None:
         print(write_keys(source, curves.suspects[: args.worst].tolist(), args.exclude))
+
     return world
 
 
@@ -89,6 +95,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         help="also find nearly identical images, whose features in the run's model have a cosine of"
         f" at least this (default: {THRESHOLD})",
     )
+
     parser.add_argument(
         "--exclude", type=Path, metavar="FILE", help="write the keys of the worst images to FILE"
     )
@@ -98,12 +105,14 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="N",
         help="number of keys to write, the most likely mislabeled first",
     )
+
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="cpu",
         help="device for the model (default: cpu)",
     )
+
     args = parse_run_words(parser, arguments)
     if not 1 <= args.images <= 1000:
         raise ValueError(f"--images {args.images}: expected a number from 1 to 1000")

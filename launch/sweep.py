@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +47,12 @@ def main() -> None:
     args = read_command_line()
     is_early = args.when_finished is not None
     rows = [read_run(folder) for folder in run_folders(Path(args.folder), may_be_none=is_early)]
+
     num_finished = sum(row.outcome == "finished" for row in rows)
     if args.when_finished is not None and num_finished < args.when_finished:
         print(f"{args.folder}: {num_finished} of {args.when_finished} runs are finished")
         return
+
     for line in table(rows):
         print(line)
 
@@ -68,10 +71,12 @@ def read_run(folder: Path) -> Row:
     """Read the settings and metrics of a run."""
     tree = yaml.safe_load((folder / CONFIG_FILE).read_text("utf-8"))
     settings = {key: value for key, (_, value) in differences({}, tree).items()}
+
     lines = read_metrics(folder / METRICS_FILE)
     evaluations = [line for line in lines if line["kind"] == "eval" and "top1" in line]
     ends = [line for line in lines if line["kind"] == "end"]
     is_over = bool(ends) and lines[-1]["kind"] == "end"
+
     return Row(
         name=folder.name,
         settings={key: value for key, value in settings.items() if key not in NOT_COMPARED},
@@ -86,24 +91,22 @@ def read_run(folder: Path) -> Row:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table, followed by the means over seeds."""
-    every_key = dict.fromkeys(key for row in rows for key in row.settings)
-    differ = [key for key in every_key if len({repr(row.settings.get(key)) for row in rows}) > 1]
-    header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]
-    cells = [
-        [
-            row.name,
-            *(str(row.settings.get(key, "-")) for key in differ),
-            f"{row.step:,}",
-            row.outcome,
-            _number(row.top1, 2),
-            _number(row.best, 2),
-            _number(row.loss, 4),
-            f"{row.hours:.2f}",
-        ]
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    lines = ["  ".join(map(str.rjust, line, widths)) for line in (header, *cells)]
+    differ = []
+    for key in dict.fromkeys(chain.from_iterable(row.settings for row in rows)):
+        values = {repr(row.settings.get(key)) for row in rows}
+        if len(values) > 1:
+            differ.append(key)
+
+    cells = [["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]]
+    for row in rows:
+        settings = [str(row.settings.get(key, "-")) for key in differ]
+        results = [_number(row.top1, 2), _number(row.best, 2), _number(row.loss, 4)]
+        cells.append(
+            [row.name, *settings, f"{row.step:,}", row.outcome, *results, f"{row.hours:.2f}"]
+        )
+
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.rjust, line, widths)) for line in cells]
     return lines + means(rows, [key for key in differ if key != SEED])
 
 
@@ -115,6 +118,7 @@ def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:
         name = ", ".join(f"{key}={row.settings.get(key, '-')}" for key in differ)
         if row.outcome == "finished" and row.top1 is not None:
             groups.setdefault(name, []).append(row.top1)
+
     return [
         f"top-1 {statistics.fmean(values):.2f} +- {statistics.stdev(values):.2f} %"
         f" ({len(values)} seeds, standard deviation{'; ' if name else ''}{name})"

@@ -39,6 +39,7 @@ def main() -> World | None:
     config, origins = load_with_origins(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
         raise ValueError(f"--allow-change {key}: no such setting{nearest(key, all_keys())}")
+
     if args.print_config:
         if config.eval.reference is not None:
             # Report an invalid reference name before the run starts.
@@ -54,12 +55,14 @@ def main() -> World | None:
             sentences = {key: setting.sentence for key, setting in named}
             print(describe(config, origins, world_size(), sentences, reader_of(config)), end="")
         return None
+
     if args.check:
         with needed_for("--check"):
             from vit.extras.planner.check.all_checks import check
         world = join_for(config, timedelta(seconds=JOIN_TIMES * args.check_limit_s))
         check(config, world, args.allow_change, args.check_limit_s)
         return world
+
     world = join_for(config)
     tell_outcome(fit(config, allow_change=args.allow_change, world=world))
     return world
@@ -79,6 +82,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         action="store_true",
         help="with --print-config, print what each setting does",
     )
+
     parser.add_argument(
         "--check",
         action="store_true",
@@ -91,11 +95,13 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="S",
         help="time limit of each part of --check in seconds (default: 60)",
     )
+
     args = parser.parse_intermixed_args(arguments)
     if not args.check_limit_s > 0:
         parser.error(f"--check-limit-s {args.check_limit_s:g}: expected more than 0")
     if args.verbose and not args.print_config:
         parser.error("--verbose: use it together with --print-config")
+
     return args
 
 

@@ -104,6 +104,7 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
     settings = settings_of(args)
     if args.num_classes:
         settings["model.num_classes"] = args.num_classes
+
     if Path(source).suffix in (".yaml", ".yml"):
         overrides = [f"{key}={value}" for key, value in settings.items()]
         config = load_config(source, overrides)
@@ -119,7 +120,9 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
         config = config_io.with_settings(config, settings)
     else:
         minimal = {"data": {"root": "."}, "train": {"steps": 1}, "model": {"name": source}}
-        config = config_io.with_settings(config_io.from_dict(minimal, "command line"), settings)
+        config = config_io.from_dict(minimal, "command line")
+        config = config_io.with_settings(config, settings)
+
     return config, config.model.num_classes or 1000
 
 
@@ -140,6 +143,7 @@ def figure(args: Namespace, world: World) -> None:
     trained = _load(args, world)
     draw = getattr(model_figures, f"draw_{args.command}")
     out = _out(args, trained)
+
     if COMMANDS[args.command].num_samples is None:
         caption = draw(trained.model, out)
     else:
@@ -150,6 +154,7 @@ def figure(args: Namespace, world: World) -> None:
         with Meter("looking at", len(pixels), "images") as meter:
             images = model_figures.Images(normalize, pixels, names, meter.update)
             caption = draw(trained.model, images, out)
+
     print(caption, file=sys.stderr)
     print(out)
 
@@ -160,12 +165,14 @@ def attention(args: Namespace, world: World) -> None:
     trained = _load(args, world)
     samples = _samples(args, trained)
     pixels = samples.pixels(trained)
+
     written = []
     with Meter("drawing", len(pixels), "images") as meter:
         for number, (path, image) in enumerate(_numbered(_out(args, trained), pixels)):
             normalize = trained.preprocess.normalize
             heads, rollout = model_figures.heads_and_rollout(trained.model, normalize, image)
             name = Path(samples.names[number]).name
+
             if args.separate:
                 folder = args.separate / f"{number}_{Path(name).stem or name}"
                 written.append(model_figures.save_heads(image, heads, folder)[0].parent)
@@ -177,7 +184,9 @@ def attention(args: Namespace, world: World) -> None:
                         image, heads, rollout=rollout, title=title, picture=path, has_pool=has_pool
                     )
                 )
+
             meter.update(number + 1)
+
     for path in written:
         print(path)
 
@@ -360,34 +369,42 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         parser = Parser("python launch/visualize.py", text, setting_for)
         parser.add_argument("command", choices=list(COMMANDS))
         parser.parse_args(remaining[:1] or ["--help"])
+
     name, *remaining = remaining
     command = COMMANDS[name]
     title = f"{command.description.capitalize()}."
     parser = Parser(f"python launch/visualize.py {name}", title, setting_for)
     parser.set_defaults(command=name, samples=command.num_samples, **UNSET)
+
     if command.runs:
         parser.add_argument("runs", **command.runs)
     for flag in command.flags:
         parser.add_argument(flag, **FLAGS[flag])
+
     args = parser.parse_intermixed_args(remaining)
     if command.runs.get("nargs") == "?":
         args.runs = [args.runs] if args.runs else []
+
     _check(args)
     return args
 
 
 def _check(args: Namespace) -> None:
     """Raise ValueError for a wrong size, a wrong count or an unknown format."""
-    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
+    sides = args.image_size or [1]
+    if len(sides) > 2 or min(sides) < 1:
         raise ValueError("--image-size: expected one side length, or height and width, in pixels")
+
     if args.command == "augment":
         for name, count in (("images", args.images), ("draws", args.draws)):
             if not 1 <= count <= MAX_CELLS:
                 raise ValueError(f"--{name} {count}: expected a number from 1 to {MAX_CELLS}")
+
     for flag in ("samples", "num_classes"):
         count = getattr(args, flag, None)
         if count is not None and count < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {count}: expected a positive number")
+
     if not (args.smooth or 0) >= 0:
         raise ValueError(f"--smooth {args.smooth}: expected a number of epochs, or 0")
     if args.out is not None:

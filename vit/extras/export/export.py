@@ -74,14 +74,17 @@ def read_subject(path: str, model_name: str | None) -> tuple[ProgramModel, Loade
             f"--model {model_name}: {loaded.path} was saved by this project and contains its"
             " model's name: omit --model"
         )
+
     assert loaded.config is not None, "a config was added to published weights above"
     assert loaded.num_classes is not None, "the number of classes comes with the config"
     config = config_io.from_dict(loaded.config, str(loaded.path))
     model = create_model(config.model, num_classes=loaded.num_classes)
+
     size = _size_of_file(loaded, model)
     if size not in (None, model.image_size):
         config = config_io.with_settings(config, {"model.image_size": size})
         model = create_model(config.model, num_classes=loaded.num_classes)
+
     notes = load_weights(model, loaded.weights, loaded.grid_size)
     subject = ProgramModel(model.eval(), config, loaded.num_classes, loaded.class_names or [])
     return subject, replace(loaded, notes=(*loaded.notes, *notes)), published
@@ -97,10 +100,12 @@ def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     target = model.state_dict()
     if grid is None or "pos_embed" not in loaded.weights.keys() & target.keys():
         return None
+
     possible = readings(loaded.weights, target, grid, loaded.grid_size)
     if not possible:
         return None
     rows, columns = possible[0].grid
+
     height, width = model.image_size
     return height * rows // grid[0], width * columns // grid[1]
 
@@ -130,8 +135,10 @@ def export(
     does not support the model, the folder exists, or the disk is full.
     """
     check_holds(program, subject)
-    if not replaces and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_new and not replaces:
         raise WeightsError(f"{folder} already exists: remove it, or pass another folder with --out")
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent, folder.name)
@@ -153,6 +160,7 @@ def export(
             f"{folder}: cannot be written ({error.strerror}); nothing was written: free some"
             " space or fix the permissions, and run the same command again"
         ) from error
+
     return lines
 
 
@@ -168,18 +176,23 @@ def _fill(program: str, subject: ProgramModel, origin: Origin, folder: Path) -> 
         path, lines = _write_onnx(subject, folder)
     else:
         path, lines = _write_weights(subject, folder, program)
+
     if not (folder / "config.json").exists():
         names = {"class_names": subject.labels or None}
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
+
     # ONNX stores weights above 2 GiB in a second file.
     weights = [path, *folder.glob(f"{path.name}.data")]
     hashes = {file.name: sha256_of(file) for file in weights}
+
     if origin.repository:
         write_app(folder, subject, origin.name)
     for picture in origin.pictures:
         shutil.copyfile(picture, folder / picture.name)
+
     card = model_card(program, subject, origin, hashes)
     (folder / "README.md").write_text(card, encoding="utf-8")
+
     for file in folder.iterdir():
         flush(file)
     flush(folder)
@@ -192,17 +205,20 @@ def _write_weights(subject: ProgramModel, folder: Path, program: str) -> tuple[P
     line = f"{len(weights)} weights under their names in timm, which are ours"
     if program != "timm":
         weights, line = _renamed(program, subject)
+
     if program == "npz":
         path = folder / "model.npz"
         np.savez(path, **{name: tensor.numpy() for name, tensor in weights.items()})
     else:
         path = folder / "model.safetensors"
         save_weights(path, weights, {"format": "pt"})
+
     if program == "timm":
         write_json(folder / "config.json", timm_config(subject))
     if program == "huggingface":
         for name, content in huggingface_configs(subject).items():
             write_json(folder / name, content)
+
     crops = program == "huggingface" and not subject.view.squash
     return path, [line, ODD_MARGINS] if crops else [line]
 
@@ -233,10 +249,12 @@ def _write_onnx(subject: ProgramModel, folder: Path) -> tuple[Path, list[str]]:
             f"--to onnx needs {error.name}, which is not installed: pip install onnx onnxscript"
             " onnxruntime"
         ) from None
+
     path = folder / "model.onnx"
     model = subject.model
     images = torch.randn(2, model.in_chans, *model.image_size)
     num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+
     torch.onnx.export(
         model,
         (images,),
@@ -248,6 +266,7 @@ def _write_onnx(subject: ProgramModel, folder: Path) -> tuple[Path, list[str]]:
         external_data=num_bytes > ONNX_FILE_BYTES,
         verbose=False,
     )
+
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     largest = 0.0
     for batch in (images, torch.randn(3, *images.shape[1:])):
@@ -256,12 +275,14 @@ def _write_onnx(subject: ProgramModel, folder: Path) -> tuple[Path, list[str]]:
         logits = torch.from_numpy(session.run(["logits"], {"images": batch.numpy()})[0])
         difference = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         largest = max(largest, float(difference))
+
     if not largest <= ONNX_TOLERANCE:
         raise WeightsError(
             f"--to onnx: the logits of onnxruntime {onnxruntime.__version__} differ from the"
             f" model's by {largest:.2g} of the largest logit, expected at most {ONNX_TOLERANCE:g}:"
             " please report it"
         )
+
     opset = next(iter(onnx.load(path, load_external_data=False).opset_import)).version
     return path, [
         f"opset {opset}; logits of onnxruntime {onnxruntime.__version__} differ from the model's by"

@@ -74,7 +74,8 @@ def model_card(
     source = origin.begun_from()
     if source is not None:
         rows["From" if origin.source else "Started from"] = in_words(source)
-    if (start := origin.start) is not None:
+    start = origin.start
+    if start is not None:
         rows["Trained by"] = (
             f"`{start.get('command')}`, commit {start.get('git')}, torch {start.get('torch')},"
             f" {start.get('world_size')} rank(s) on {start.get('device')}"
@@ -93,7 +94,8 @@ The settings that differ from the defaults of the training program:
 ```
 """
     app = ""
-    if repository := origin.repository:
+    repository = origin.repository
+    if repository:
         app = f"""
 ## Classify photos in the browser
 
@@ -135,12 +137,14 @@ def _measured(subject: ProgramModel, origin: Origin) -> str:
     top1 = (origin.evaluation or {}).get("top1_ema" if origin.averaged else "top1")
     if top1 is None:
         return ""
+
     data = shown(subject.config.data.root).rstrip("/").rpartition("/")[2]
     result = {
         "task": {"type": "image-classification"},
         "dataset": {"name": data, "type": data, "split": "validation"},
         "metrics": [{"type": "accuracy", "value": round(top1 / 100, 6)}],
     }
+
     return yaml.safe_dump(
         {"model-index": [{"name": origin.name, "results": [result]}]},
         sort_keys=False,
@@ -181,11 +185,13 @@ def _accuracy(origin: Origin, num_classes: int) -> str:
     """Return the top-1 and top-5 accuracy of the exported weights, if they were evaluated."""
     if origin.published:
         return origin.published
+
     line = origin.evaluation or {}
     suffix = "_ema" if origin.averaged else ""
     right, total = line.get(f"correct_top1{suffix}"), line.get("num_images")
     if right is None or not total:
         return "not measured at this step"
+
     right5 = line[f"correct_top5{suffix}"]
     low, high = interval95(right, total)
     return (
@@ -244,6 +250,7 @@ def opening_code(program: str, subject: ProgramModel, repository: str = "") -> s
         "STD": view.std,
         "CROP_PCT": view.crop_pct,
     }
+
     if program in ("torchvision", "npz"):
         block = model.blocks[0]
         values |= {
@@ -256,6 +263,7 @@ def opening_code(program: str, subject: ProgramModel, repository: str = "") -> s
             "MLP_RATIO": section.mlp_ratio or 4.0,
             "REPRESENTATION": section.representation_size,
         }
+
     for name, value in values.items():
         code = code.replace(f"<{name}>", str(value))
     return code.strip() + "\n" + _TOP

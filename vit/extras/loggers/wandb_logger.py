@@ -91,6 +91,7 @@ class WandbProcess:
         if importlib.util.find_spec("wandb") is None:
             self._log("not installed: metrics.jsonl only (pip install wandb, or log.wandb=off)")
             return
+
         # -P keeps the script's folder off the path, where its modules would shadow W&B's.
         command = [sys.executable, "-P", SCRIPT, str(self._run_dir), self._mode, str(os.getpid())]
         self._folder.mkdir(exist_ok=True)
@@ -105,6 +106,7 @@ class WandbProcess:
                 env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
                 start_new_session=True,  # so that Ctrl-C in the terminal only reaches training
             )
+
         assert self._process.stdout is not None
         self._output = self._process.stdout
         os.set_blocking(self._output.fileno(), False)
@@ -132,6 +134,7 @@ class WandbProcess:
             if not line.startswith("stopped ("):
                 self._opened_at = self._opened_at or time.monotonic()
             self._log(line)
+
         if status in (0, REPORTED):
             self._process = None
             self.is_complete = status == 0
@@ -163,27 +166,28 @@ class WandbProcess:
                 file.write(text.encode())
             if self._mode == "offline":
                 self._launch()
+
         closed_at = time.monotonic()
         upload_s = STOPPED_S[self._mode] if outcome == "stopped" else FINISH_S
         is_announced = False
+
         try:
             while self._process is not None:
                 self.poll()
                 now = time.monotonic()
-                if self._opened_at is None:
-                    deadline = closed_at + open_s
-                else:
+
+                is_uploading = False
+                deadline = closed_at + open_s
+                if self._opened_at is not None:
+                    is_uploading = self._mode == "online" and now > closed_at + ANNOUNCE_S
                     deadline = max(closed_at, self._opened_at) + upload_s + POLL_S
+
                 if self._process is not None and now > deadline:
                     self._stop(f"not ready {now - closed_at:.0f} s after the end of training")
-                elif (
-                    self._mode == "online"
-                    and self._opened_at is not None
-                    and now > closed_at + ANNOUNCE_S
-                    and not is_announced
-                ):
+                elif is_uploading and not is_announced:
                     is_announced = True
                     self._log(f"uploading the rest, for {upload_s:.0f} s at most")
+
                 time.sleep(POLL_S / 5)
         except KeyboardInterrupt:
             self._stop("interrupted")

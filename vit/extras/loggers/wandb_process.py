@@ -175,20 +175,24 @@ def _open_run(
         id_file.write_text(f"{uuid.uuid4().hex[:8]}\n{os.environ.get('WANDB_PROJECT') or 'vit'}\n")
     # The run stays in its project, because an id belongs to one project.
     run_id, project = id_file.read_text().splitlines()
+
     state: dict[str, Any] = {"id": run_id, "is_online": False, "num_other_steps": 0}
     state_file = run_dir / "wandb" / STATE_FILE
     if state_file.exists():
         stored = json.loads(state_file.read_text())
         state = stored if stored["id"] == run_id else state
+
     if mode == "offline":
         if state["is_online"] or any(run_dir.glob(f"wandb/offline-run-*-{run_id}/*.synced")):
             raise ValueError("W&B already has rows of this run, which `wandb sync` would duplicate")
         state["num_other_steps"] = 0
+
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text("utf-8")) if config_file.exists() else {}
     provenance = {key: start[key] for key in PROVENANCE if key in start}
     # W&B records this as the run's command.
     sys.argv = shlex.split(start.get("command", "")) or sys.argv
+
     run = wandb.init(
         project=project,
         name=run_dir.resolve().name,
@@ -205,10 +209,12 @@ def _open_run(
             x_stats_pid=os.getppid(),  # measure training, not this process
         ),
     )
+
     if mode == "online":
         state["is_online"] = True
         state["num_other_steps"] *= run.starting_step > 0  # 0: an offline part was not uploaded
         state_file.write_text(json.dumps(state))
+
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
     return run, state
@@ -221,10 +227,12 @@ def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: 
     """
     while not feed.is_over():
         time.sleep(POLL_S)
+
     # Live training stops an upload earlier, so this limit only applies if training was killed.
     deadline = time.monotonic() + INIT_S + FINISH_S
     reason = f"not uploaded within {INIT_S + FINISH_S:.0f} s"
     num_misses = 0
+
     while time.monotonic() < deadline:
         try:
             if server_url:
@@ -238,6 +246,7 @@ def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: 
                 reason = f"{server_url} does not answer: {getattr(error, 'reason', error)}"
                 break
         time.sleep(PROBE_S / 2)
+
     _fail(run_dir, mode, reason, log_line)
 
 

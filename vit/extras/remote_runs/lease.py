@@ -63,10 +63,12 @@ class Lease:
         self._lease_s = lease_s
         self._token = secrets.token_hex(8)
         self._count = 0
+
         self._is_held = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
         self._problem = ""
         self._confirmed_s = 0.0
         """The `steady_s` time just before the last read that found this job's token."""
@@ -88,6 +90,7 @@ class Lease:
         self._place = place
         # The first request is slow, because it imports the client and logs in.
         read_lease(self._store)
+
         watch = _WatchedLease(self._store)
         began_s = time.monotonic()
         is_announced = False
@@ -102,15 +105,18 @@ class Lease:
                         f" {lease['lease_s']:g} s: taking over the run",
                         file=sys.stderr,
                     )
+
                 if self._take(lease is not None, looked_s):
                     break
                 continue
+
             wait_s = min(LOCK_WAIT_S, lease["lease_s"])
             if watch.is_renewed and time.monotonic() - began_s > wait_s:
                 raise ValueError(
                     f"{self._store}: in use by a live run ({lease['holder']}): wait until it ends,"
                     " stop it, or use another run.dir"
                 )
+
             if not is_announced:
                 is_announced = True
                 print(
@@ -119,6 +125,7 @@ class Lease:
                     file=sys.stderr,
                 )
             time.sleep(min(1.0, lease["lease_s"] / 20))
+
         self._is_held = True
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
@@ -129,6 +136,7 @@ class Lease:
         if replaces and time.monotonic() - looked_s < settle_s:
             self._store.remove(LEASE_FILE)
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
+
         # A late write is invalid, because it may have replaced another job's lease.
         is_in_time = time.monotonic() - looked_s < settle_s
         time.sleep(settle_s)
@@ -137,6 +145,7 @@ class Lease:
                 f"{self._store}: the store answers slowly: acquiring the lease again",
                 file=sys.stderr,
             )
+
         lease = read_lease(self._store)
         return is_in_time and lease is not None and lease["token"] == self._token
 
@@ -169,6 +178,7 @@ class Lease:
                     " over the run and exited: this job stops without saving more to the URL"
                 )
                 return
+
             if lease["token"] not in (self._token, self._followed):
                 self._problem = (
                     f"{store}: {lease['holder']} has taken over the run, because this job did not"
@@ -176,10 +186,12 @@ class Lease:
                     " to the URL"
                 )
                 return
+
             store.write(LEASE_FILE, self._content(), in_use=True)
             is_late = steady_s() - looked_s > self._lease_s / 2
             if is_late:  # this write may have replaced another holder's lease: wait until it renews
                 time.sleep(self._lease_s / 2)
+
         self._confirmed_s = looked_s
 
     def release(self) -> None:
@@ -188,9 +200,11 @@ class Lease:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
         if not self._is_held:
             return
         self._is_held = False
+
         once = ObjectStore(self._store.url, replace(self._store.retry, limit_s=0.0))
         try:
             lease = read_lease(once)

@@ -132,6 +132,7 @@ class RunStore(Place):
                 f"run.local_dir={self.folder}: cannot be created ({error.strerror}): choose another"
                 " folder"
             ) from None
+
         lock.acquire()
         self._copy.load()
         with self._reporting_errors("cannot be used"):
@@ -143,25 +144,30 @@ class RunStore(Place):
             self._mend_record(record)
             self._bring(record)
             self._copy.save()
+
         self.remove_unfinished()
 
     def _choose_copy(self, record: bytes) -> None:
         """Clear the working copy if it is outdated or belongs to another run."""
         local_record = new_lines(self.folder / METRICS_FILE, 0)
         saved = complete_checkpoints(self.folder)
-        if not record and saved and not complete_in(self._remote):
+        is_gone = not record and not complete_in(self._remote)
+        if is_gone and saved:
             raise ValueError(
                 f"{self}: no run exists at this URL, but its working copy {self.folder} has one, up"
                 f" to {saved[0].name}: remove that folder to start over, or copy it to the URL"
             )
+
         if record and local_record.startswith(record):
             return
+
         if local_record and record:
             print(
                 f"{self}: another job has continued the run, so the working copy {self.folder} is"
                 " outdated: downloading the run from the URL",
                 file=sys.stderr,
             )
+
         self._copy.clear()
 
     def _mend_record(self, record: bytes) -> None:
@@ -171,6 +177,7 @@ class RunStore(Place):
         if record and not parts:  # A user copied the run to the URL.
             self._store.write(part_name(0), record)
             self._store.remove(METRICS_FILE)
+
         if parts and parts[-1][1] != len(record):
             # In a mounted folder, a kill can leave the last part truncated.
             start, _, name = parts[-1]
@@ -181,22 +188,25 @@ class RunStore(Place):
         if record and not path.exists():
             with replacing(path) as file:
                 file.write(record)
+
         versions = {
             name: self._remote[name]
             for name in plain_names(self._remote)
             if name.startswith(DOWNLOADED) and not (self.folder / name).exists()
         }
         bring(self._store, versions, self._copy, f"{self}")
+
         local_checkpoints = complete_checkpoints(self.folder)
         remote_checkpoints = complete_in(self._remote)
+        local_newest = local_checkpoints[0].name if local_checkpoints else ""
         downloaded = None
-        if remote_checkpoints and (
-            not local_checkpoints or local_checkpoints[0].name < remote_checkpoints[0]
-        ):
+        if remote_checkpoints and local_newest < remote_checkpoints[0]:
             downloaded = bring_checkpoint(self._store, self._remote, self._copy, self._set_aside)
+
         # `latest` shows that a checkpoint existed. An automatic restart must not start from
         # scratch.
-        if not local_checkpoints and downloaded is None and LATEST_FILE in self._remote:
+        has_none = not local_checkpoints and downloaded is None
+        if has_none and LATEST_FILE in self._remote:
             raise ValueError(
                 f"{self}/{CHECKPOINTS}: all checkpoints are damaged or missing: restore one, or"
                 f" remove {self}/{LATEST_FILE} to start over with the same command"
@@ -221,11 +231,14 @@ class RunStore(Place):
             names = plain_names(files_below(self.folder))
             for name in names:
                 self._upload(name)
+
             for name in set(plain_names(self._copy.names())) - set(names):
                 self._remove(name)  # The file was deleted locally.
+
             self._push_record(self._store)
             self._push_checkpoints()
             self._copy.save()
+
         return time.monotonic() - began
 
     def _push_record(self, store: ObjectStore) -> None:
@@ -259,17 +272,20 @@ class RunStore(Place):
                 if name == info_name(folder.name):
                     self._lease.confirm(self._store)  # this upload completes the checkpoint
                 self._upload(name)
+
         if checkpoints and self._latest != checkpoints[0].name:
             self._store.write(LATEST_FILE, f"{checkpoints[0].name}\n".encode(), in_use=True)
             self._latest = checkpoints[0].name
+
         complete = complete_in(self._remote)
         remaining = set(complete) - {*surplus_checkpoints(complete, self._config.checkpoint)}
         for name, files in checkpoints_in(self._remote).items():
-            if name not in remaining:
-                # checkpoint.json is removed first, because a partly removed checkpoint must not
-                # look complete.
-                for file in sorted(files, key=lambda file: file != info_name(name)):
-                    self._remove(file)
+            if name in remaining:
+                continue
+            # checkpoint.json is removed first, because a partly removed checkpoint must not look
+            # complete.
+            for file in sorted(files, key=lambda file: file != info_name(name)):
+                self._remove(file)
 
     def _is_uploaded(self, name: str) -> bool:
         return self._copy.is_same(name, self._remote.get(name))
@@ -280,6 +296,7 @@ class RunStore(Place):
         stamp = self._copy.stamp(name)
         if stamp[0] < 0:  # The file was removed after the folder was listed.
             return
+
         self._lease.ensure(self._store)  # The previous upload may have taken an hour.
         self._store.upload(self.folder / name, name, in_use=True)
         self._remote[name] = Version(stamp[0], "")
@@ -301,11 +318,13 @@ class RunStore(Place):
         """
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
             return
-        if error is not None and self._record_bytes and not self.is_lost:
+        has_lines = self._record_bytes and not self.is_lost
+        if error is not None and has_lines:
             once = ObjectStore(self._store.url, replace(self._store.retry, limit_s=0.0))
             with suppress(ValueError, OSError):
                 self._lease.confirm(once)
                 self._push_record(once)
+
         self._lease.release()
 
     @contextmanager
@@ -317,6 +336,7 @@ class RunStore(Place):
                 f"; the working copy {self.folder} is complete, and the same command on this"
                 " machine resumes from it"
             )
+
         try:
             yield
         except LeaseLost:
@@ -353,7 +373,8 @@ def check_place(url: str) -> str:
     """
     store = store_at(url, 0.0)
     store.try_writing(f".check.{secrets.token_hex(4)}")
-    if holder := holder_of(url):
+    holder = holder_of(url)
+    if holder:
         raise ValueError(
             f"{store}: in use by {holder}, which is running or was killed just now: wait until"
             " it ends, stop it, or use another run.dir"

@@ -90,7 +90,11 @@ def open_stream(
     """
     if find_spec("webdataset") is None:
         raise ShardError("stream.urls needs the webdataset package: pip install webdataset")
-    urls = [url for part in shards.split("::") for url in expand_braces(part)]
+
+    urls: list[str] = []
+    for part in shards.split("::"):
+        urls += expand_braces(part)
+
     return Stream(
         filenames=urls,
         num_samples=num_samples,
@@ -120,6 +124,7 @@ class StreamReader:
         settings = config.stream
         assert settings.urls is not None, "the feature is on"
         assert settings.num_samples is not None, "the schema requires it"
+
         names = val_split.class_names
         stream = open_stream(
             resolve(settings.urls),
@@ -129,6 +134,7 @@ class StreamReader:
             layout=SampleLayout(settings.image, settings.label, class_names=tuple(names)),
             retry=RetryPolicy(config.loader.patience_s),
         )
+
         return TrainSet(stream, settings.num_samples)
 
     def create_batches(
@@ -200,6 +206,7 @@ class StreamBatches(AugmentedBatches):
             rows=range(rank * num_rows, (rank + 1) * num_rows),
             on_bad_image=on_bad_image,
         )
+
         self._num_processes = max(num_workers, 1)
         self._first_reader = rank * self._num_processes
         self._num_readers = world_size * self._num_processes
@@ -236,11 +243,13 @@ class StreamBatches(AugmentedBatches):
         with self._num_started.get_lock():  # Each new process reads the next share of the stream.
             reader = self._first_reader + self._num_started.value % self._num_processes
             self._num_started.value += 1
+
         buffer: list[_Sample] = []
         buffer_bytes = 0
         draws = fold(self.order.seed, epoch, reader)
         # With a larger buffer, several passes over a small stream would mix.
         max_samples = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)
+
         for number, sample in enumerate(self._passes(reader, epoch)):
             buffer.append(sample)
             buffer_bytes += len(sample.data)
@@ -260,6 +269,7 @@ class StreamBatches(AugmentedBatches):
             own_urls = [urls[i] for i in np.argsort(hashes, kind="stable")]
             if has_own_shards:
                 own_urls = own_urls[reader::num_readers]
+
             num_seen = 0
             num_own = 0
             for sample in _read_tars(own_urls, self.split.layout, self.split.retry):
@@ -267,6 +277,7 @@ class StreamBatches(AugmentedBatches):
                     num_own += 1
                     yield self._checked(sample)
                 num_seen += 1
+
             if not num_own:
                 more = f" and {len(own_urls) - 1} more" if len(own_urls) > 1 else ""
                 raise ShardError(
@@ -279,6 +290,7 @@ class StreamBatches(AugmentedBatches):
         """Convert a webdataset sample. Raises ShardError if its image or label is missing."""
         key = sample["__key__"]
         prefix = f"{shown(sample['__url__'])}: sample {key!r}"
+
         layout = self.split.layout
         suffixes = [suffix for suffix in sample if not suffix.startswith("__")]
         try:
@@ -287,16 +299,19 @@ class StreamBatches(AugmentedBatches):
         except InvalidSample as error:
             members = {suffix: sample[suffix] for suffix in suffixes}
             raise ShardError(f"{prefix} {error}{remedy(members, layout, SETTINGS)}") from error
+
         if not 0 <= label < self.split.num_classes:
             raise ShardError(
                 f"{prefix}: the label is {label}, expected 0 to {self.split.num_classes - 1}"
             )
+
         data = sample[image]
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         try:
             width, height = read_image_size(data)
         except ValueError:
             width, height = 1, 1
+
         return _Sample(
             key=key,
             number=int.from_bytes(digest) >> 1,
@@ -348,6 +363,7 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
     else:
         stream = gopen(url)
     set_options(stream, ignore_errors=True)  # `_wait_for_end` reports errors
+
     try:
         read = unpacked(stream)
         for member in walk(read):
@@ -371,5 +387,6 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
 def _wait_for_end(stream: Any) -> None:
     """Close a file or a command's pipe. Raises OSError if the command failed."""
     stream.close()
-    if status := getattr(stream, "status", 0):
+    status = getattr(stream, "status", 0)
+    if status:
         raise OSError(f"the command exited with status {status}")
