@@ -105,6 +105,7 @@ def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
         for size in (1, FROM_IMAGES, 2 * FROM_IMAGES)
     )
     per_image = (more.total - some.total) // FROM_IMAGES
+
     with torch.device("meta"):
         model: ImageModel = create_model(config.model, num_classes=num_classes).eval()
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
@@ -115,6 +116,7 @@ def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
         with torch.no_grad():
             model(images)
         forward = max(live.peak - before, 0)
+
     return MemoryNeeds(one.weights, forward, one.total, per_image)
 
 
@@ -151,6 +153,7 @@ def print_costs(config: Config, num_classes: int) -> None:
         model = create_model(config.model, num_classes=num_classes)
     rows = layer_costs(model)
     flops = sum(row.flops for row in rows)
+
     table = Table("layer", "kind", "output", "parameters", "GFLOP", "share", box=None)
     for column in table.columns[3:]:
         column.justify = "right"
@@ -164,6 +167,7 @@ def print_costs(config: Config, num_classes: int) -> None:
             f"{100 * row.flops / max(flops, 1):.1f} %",
         )
     Console(width=None if sys.stdout.isatty() else 100).print(table)
+
     config = with_precision(config, has_bf16=True)
     needs = memory_needs(config, num_classes)
     print(

@@ -34,6 +34,7 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
     places = config.eval.further_places(config.data.root, config.data.val_split)
     at_once = with_settings(config, {"loader.patience_s": 0.0})
     reader = reader_of(config)
+
     try:
         val_split = open_split(at_once, config.data.val_split)
         splits = reader.open_splits(at_once)
@@ -50,6 +51,7 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
             for _, split in places
         )
         return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
+
     train = reader.choose(config, splits, val_split, num_classes=config.model.num_classes)
     plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
     classes = choose_num_classes(config.model, config.data, train.split, val_split)

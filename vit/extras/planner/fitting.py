@@ -71,31 +71,41 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
     """Return advice for a training step that did not fit in memory. gpu: None if unknown."""
-    rank_batch_size = plan.rank_batch_size
-    unit = config.augment.mix_group_size if mixes(config.augment) else 1
     now = plan.micro_batch_size
-    smaller = [size for size in divisors(rank_batch_size) if size % unit == 0 and size < now]
-    otherwise = "take a smaller model or smaller images"
+    smaller = _smaller_micro_batches(config, plan)
     if not smaller:
         return f"Lower model.image_size or the model: data.micro_batch_size={now} is the smallest"
+
     sizes = ", ".join(map(str, reversed(smaller)))
-    lower = (
+    smaller_model = "take a smaller model or smaller images"
+    advice = (
         f"Lower data.micro_batch_size ({now} now) to a size that divides a rank's batch of"
-        f" {rank_batch_size}: {sizes}"
+        f" {plan.rank_batch_size}: {sizes}"
     )
     if gpu is None:
-        return f"{lower}; or {otherwise}"
+        return f"{advice}; or {smaller_model}"
+
+    # What launch/plan.py predicts for this GPU.
     usable_gib = usable_bytes(gpu) / GIB
     needed = step_memory(config, plan, num_classes)
-    counted = f"launch/plan.py counts {needed.total / GIB:.1f} of {usable_gib:.1f} GiB at {now}"
     largest = largest_micro_batch(config, plan, num_classes, gpu, needed)
-    otherwise_fits = _with_less_kept(config, plan, num_classes, gpu)
+    checkpointing = _with_less_kept(config, plan, num_classes, gpu)
+    advice += f". launch/plan.py counts {needed.total / GIB:.1f} of {usable_gib:.1f} GiB at {now}"
+
     if largest >= now:
-        return f"{lower}. {counted}, so something else may fill the GPU: see nvidia-smi"
+        return f"{advice}, so something else may fill the GPU: see nvidia-smi"
     if not largest:
-        return f"{lower}. {counted} and none of them to fit: {otherwise_fits or otherwise}"
-    kept_less = f"; or {otherwise_fits}" if otherwise_fits else ""
-    return f"{lower}. {counted}, and {largest} to fit{kept_less}"
+        return f"{advice} and none of them to fit: {checkpointing or smaller_model}"
+    if checkpointing:
+        return f"{advice}, and {largest} to fit; or {checkpointing}"
+    return f"{advice}, and {largest} to fit"
+
+
+def _smaller_micro_batches(config: Config, plan: Plan) -> list[int]:
+    """Return the allowed micro-batch sizes below that of `plan`, in ascending order."""
+    unit = config.augment.mix_group_size if mixes(config.augment) else 1
+    sizes = divisors(plan.rank_batch_size)
+    return [size for size in sizes if size % unit == 0 and size < plan.micro_batch_size]
 
 
 def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:

@@ -234,11 +234,13 @@ def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -
         row_unit(config.augment, order),
         plan.total_steps,
     )
+
     eval_form = ImageFormat.from_config(config.model, config.data)
     layout = BatchLayout(config.eval.batch_size, eval_form, 0)
     rows = config.eval.batch_size * plan.world_size
     sizes = (data.num_val_images, *data.further_images)
     evals = [Load(layout, 1, math.ceil(size / rows)) for size in sizes]
+
     return host_memory(config.loader, train, evals, on_gpu=True, saved_bytes=saved_bytes)
 
 

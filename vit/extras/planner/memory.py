@@ -100,34 +100,42 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     train = config.train
     rank_batch_size = plan.rank_batch_size
     device = torch.device("cpu")
+
     with torch.device("meta"):
         model = create_trained_model(config, num_classes)
         teacher_parts = find_teacher(config, num_classes)
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)
+
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         drop_memory(model, device)
         parameters = [p for p in model.parameters() if p.requires_grad]
         weights = live.now
+
         teacher = None
         if teacher_parts is not None:
             drop_memory(teacher_parts[0], device)
             teacher = Teacher(*teacher_parts, config)
         teacher_bytes = live.now - weights
+
         optimizer = create_optimizer(model, optim)
         state = live.now - weights - teacher_bytes
+
         average = 0
         if config.ema.decay is not None:
             # `Ema` copies the module, which fake tensors do not support, so the averaged weights
             # are counted from the state dict. The average is updated in place.
             average = sum(tensor.nbytes for tensor in model.state_dict().values())
+
         if train.exact_over_ranks:
             draw_by_sample(model, plan.micro_batch_size, device)
+
         # DDP's buckets and the partial sums of `TreeSum` stay allocated between steps.
         are_kept = plan.world_size > 1 or train.exact_over_ranks
         if are_kept:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
+
         # Two micro-batches are enough, because gradients exist from the second one on.
         largest = ImageFormat.from_config(config.model, config.data, config.schedule).largest
         batch = _batch(largest, min(rank_batch_size, 2 * plan.micro_batch_size), device)
@@ -145,17 +153,21 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             # The plan has a single step, so this step also measures the norms.
             probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
         )
+
         before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
         train_step(batch, 0)
+
         # `before` already includes gradients in buckets.
         in_buckets = sum(p.nbytes for p in parameters) if are_kept else 0
         activations = live.peak - before - (live.gradients_at_peak - in_buckets)
         image_bytes = batch.images[0].nbytes
         gradients = live.gradients_at_peak
+
         if train.exact_over_ranks:
             num_values = sum(p.numel() for p in parameters)
             gradients = held_bytes(num_values, plan.num_leaves, plan.world_size)
+
     return StepMemory(
         weights=weights,
         teacher=teacher_bytes,

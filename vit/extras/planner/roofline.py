@@ -72,7 +72,9 @@ def forward_work(
     `vit.training.model_summary.flops_per_image`.
     """
     frozen = dict(frozen_parts(model))
-    frozen_modules = {module for part in frozen.values() for module in part.modules()}
+    frozen_modules = set[nn.Module]()
+    for part in frozen.values():
+        frozen_modules.update(part.modules())
     num_images = 0
     elements = Counter[bool]()
 
@@ -89,6 +91,7 @@ def forward_work(
     flops = flops_by_operator(model, training_batch_size, image_size)
     for handle in handles:
         handle.remove()
+
     whole = _work(flops["Global"], elements.total() / num_images)
     parts = [flops.get(f"{type(model).__name__}.{name}", {}) for name in frozen]
     skipped = [_work(part, 0) for part in parts]
@@ -97,15 +100,16 @@ def forward_work(
         whole.attention_flops - sum(work.attention_flops for work in skipped),
         elements[False] / num_images,
     )
+
     return whole, trained
 
 
 def _work(flops: dict[Any, float], elements: float) -> Work:
-    attention = sum(
-        number
-        for operator, number in flops.items()
-        if any(name in str(operator) for name in ATTENTION_OPERATORS)
-    )
+    attention: float = 0
+    for operator, number in flops.items():
+        if any(name in str(operator) for name in ATTENTION_OPERATORS):
+            attention += number
+
     return Work(sum(flops.values()) - attention, attention, elements)
 
 

@@ -67,18 +67,21 @@ def choose_speed(
     for path in sorted(results.glob("*-gpu-*.json")):
         measured = json.loads(path.read_text())
         for row in measured["training"]:
-            # Rows with recomputed activations are skipped, because their FLOPs lack these.
-            once = row.get("activation_checkpointing", "none") == "none"
-            if measured["gpu"] == gpu.name and row["precision"] == precision and once:
-                is_same = row["model"] == model_name
-                is_same = is_same and abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
-                factor = row["flops_per_image"] / (
-                    row["mfu"] * gpu.peak_tflops(precision) * 1e12 * _row_seconds(row, gpu)
-                )
-                within = 1.0 if is_same else WITHIN_MEASURED
-                source = f"{row['model']} measured, benchmarks/results/{path.name}"
-                speed = Speed(factor, within, source)
-                choices.append((within, row["compiled"] != compiled, factor, speed))
+            if (measured["gpu"], row["precision"]) != (gpu.name, precision):
+                continue
+            if row.get("activation_checkpointing", "none") != "none":
+                continue  # the row's FLOPs lack the recomputed ones
+
+            is_same_size = abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
+            is_same = row["model"] == model_name and is_same_size
+            within = 1.0 if is_same else WITHIN_MEASURED
+
+            reached_flops_per_s = row["mfu"] * gpu.peak_tflops(precision) * 1e12
+            factor = row["flops_per_image"] / (reached_flops_per_s * _row_seconds(row, gpu))
+            source = f"{row['model']} measured, benchmarks/results/{path.name}"
+            speed = Speed(factor, within, source)
+            choices.append((within, row["compiled"] != compiled, factor, speed))
+
     unknown = Speed(1.0, WITHIN, "not measured on this GPU, see docs/planner_error.md")
     return min(choices, default=(0.0, False, 0.0, unknown))[3]
 

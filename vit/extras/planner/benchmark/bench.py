@@ -50,24 +50,34 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     config = with_settings(choose_settings(config, world), {"schedule.image_sizes": []})
     with world.fail_together():
         subject = look_at_subject(config, world, wishes)
+
     subject.log(f"{device_name(world)}: {peak_text(*astuple(subject.peak))}")
-    if emulated := precision_note(config.train.precision, world.device):
-        subject.log(f"note: {emulated}")
+    note = precision_note(config.train.precision, world.device)
+    if note:
+        subject.log(f"note: {note}")
     if form.stages:
         subject.log(
             f"note: of {form.sizes_text()} only the last size is measured: to measure another, set"
             " model.image_size=... schedule.image_sizes=[]"
         )
+
     if not subject.data.assumed:
         open_data(config, world, subject.reader)  # report data errors before the measurements begin
     else:
         subject.log(
             f"without data (pass --data ROOT to measure the loader): {subject.data.assumed}"
         )
-    modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
-    if True in modes and (reason := why_not_compiled(world.device)):
-        subject.log(f"note: torch.compile does not work here ({reason}): only eager is measured")
-        modes = [False]
+
+    modes = [False]  # eager, and then compiled
+    if subject.on_gpu or config.train.compile:
+        reason = why_not_compiled(world.device)
+        if reason:
+            subject.log(
+                f"note: torch.compile does not work here ({reason}): only eager is measured"
+            )
+        else:
+            modes.append(True)
+
     rows: list[dict[str, Any]] = []
     loading = None
     with (
@@ -81,6 +91,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
         for compiled in modes:
             measured, loading = _measure_mode(subject, compiled, compiled == modes[-1], rows)
             rows += measured
+
     return {
         "device": device_name(world),
         "device_type": world.device.type,
@@ -96,8 +107,12 @@ def _measure_mode(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Measure the step in one mode, eager or compiled.
 
-    In the last mode, also measure the loader. before: the result rows of
-    earlier modes, whose batch sizes are reused.
+    In the last mode, also measure the loader.
+
+    Args:
+        compiled: Whether the step is compiled.
+        is_last: Whether no other mode follows.
+        before: The result rows of earlier modes, whose batch sizes are reused.
     """
     device = subject.world.device
     mode = "compiled" if compiled else "eager"
@@ -105,6 +120,7 @@ def _measure_mode(
     train_step = _create(subject, compiled)
     largest_before = before[-1]["largest_micro_batch_size"] if before else None
     largest = _largest(subject, train_step, mode, largest_before) if subject.on_gpu else None
+
     rows: list[dict[str, Any]] = []
     for micro_batch_size in _to_measure(subject, largest):
         rank_batch_size = _known_batch(subject, [*before, *rows], micro_batch_size) or _affordable(
@@ -114,15 +130,18 @@ def _measure_mode(
             _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size)
             | {"largest_micro_batch_size": largest}
         )
+
     for micro_batch_size in _to_sweep(subject, rows):
         row = _measure_row(subject, train_step, mode, micro_batch_size, rows[-1]["rank_batch_size"])
         rows.append(row | {"largest_micro_batch_size": largest})
+
     loading = None
     if is_last:
         first = rows[0]
         train_step.micro_batch_size = first["micro_batch_size"]
         if not subject.data.assumed:
             loading = _measure_loading(subject, train_step, first)
+
     del train_step
     device_memory.release_memory(device)
     return rows, loading
@@ -159,6 +178,7 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
     largest = steps.largest_micro_batch(
         train_step, sizes, subject.make_batch, first, beside_bytes, on_try
     )
+
     with subject.world.fail_together():
         if not largest:
             raise ValueError(f"{config.model.name}: {_too_large(subject)}")
@@ -228,12 +248,13 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
     wishes = subject.wishes
     if wishes.num_steps is not None:
         return subject.sizes[-1]
+
+    # Without a GPU, a batch smaller than the config's micro-batch is allowed.
     is_fixed = subject.on_gpu or wishes.micro_batch_size is not None
-    rows, *larger_sizes = [
-        size
-        for size in subject.loadable
-        if size % micro_batch_size == 0 or (size < micro_batch_size and not is_fixed)
-    ]
+    smaller = [] if is_fixed else [size for size in subject.loadable if size < micro_batch_size]
+    multiples = [size for size in subject.loadable if size % micro_batch_size == 0]
+    rows, *larger_sizes = smaller + multiples
+
     train_step.micro_batch_size = min(micro_batch_size, rows)
     steps.run_steps(train_step, subject.make_batches(rows, 1), 1)
     for larger in larger_sizes:
@@ -254,6 +275,7 @@ def _measure_row(
     world = subject.world
     micro_batch_size = min(micro_batch_size, rank_batch_size)
     train_step.micro_batch_size = micro_batch_size
+
     batches = subject.make_batches(rank_batch_size)
     device_memory.reset_peak(world.device)
     label = f"{config.model.name} {mode}, {rank_batch_size} images in micro-batches of"
@@ -265,9 +287,11 @@ def _measure_row(
             seconds=subject.wishes.seconds,
             on_step=on_step,
         )
+
     peak = device_memory.peak_bytes(world.device)
     dtype = torch.bfloat16 if config.train.reduce_dtype == "bf16" else torch.float32
     reduced = steps.all_reduce_times(train_step, batches, dtype)
+
     tried = replace(
         subject.plan,
         micro_batch_size=micro_batch_size,
@@ -275,11 +299,13 @@ def _measure_row(
         accumulation_steps=rank_batch_size // micro_batch_size,
     )
     planned = step_memory(config, tried, subject.data.num_classes)
+
     images_per_s_per_gpu = times.images_per_s / world.size
     with torch.device("meta"):
         model = create_trained_model(config, subject.data.num_classes)
     # The micro-batch size determines how many samples drop path skips.
     flops_per_image = train_flops_per_image(model, micro_batch_size)
+
     return {
         "model": config.model.name,
         "image_size": list(config.model.height_width()),
@@ -322,6 +348,7 @@ def _measure_loading(
             "data.micro_batch_size": row["micro_batch_size"],
         },
     )
+
     data = open_data(config, world, subject.reader)
     with (
         _progress(subject, "loader alone", row["rank_batch_size"]) as alone,
@@ -336,6 +363,7 @@ def _measure_loading(
             on_batch=alone,
             on_step=together,
         )
+
     lost = 1 - times["together_images_per_s"] / row["images_per_s"]
     step = {"step_images_per_s": row["images_per_s"], "compiled": row["compiled"]}
     return {"model": row["model"], **times, **step, "lost_share": lost}

@@ -62,24 +62,28 @@ def step_table(result: Mapping[str, Any]) -> Table:
     """Return a table of the step measurements, with a column for each mode and micro-batch size."""
     rows = result["training"]
     reduced = [row["all_reduce"] for row in rows]
+
     table = [
         ["", *(_mode(row) for row in rows)],
         ["micro-batch, images", *(f"{row['micro_batch_size']:,}" for row in rows)],
         ["step of a device, images", *(f"{row['rank_batch_size']:,}" for row in rows)],
         ["images/s", *(digits(row["images_per_s"]) for row in rows)],
     ]
+
     if result["num_devices"] > 1:
         table.append(["  of each device", *(digits(row["images_per_s_per_gpu"]) for row in rows)])
     table += [
         ["share of the peak (MFU)", *(f"{100 * row['mfu']:.1f} %" for row in rows)],
         ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
     ]
+
     if all(row["bound_s"] for row in rows):
         table.append(["  at the limits of the GPU", *(_share(row, row["bound_s"]) for row in rows)])
     for part, name in PART_NAMES.items():
         if part == StepPhase.TEACHER and not any(row["parts_s"].get(part) for row in rows):
             continue  # most configs have no teacher
         table.append([f"  {name}", *(_share(row, row["parts_s"].get(part, 0.0)) for row in rows)])
+
     if all(reduced):
         table += [
             [
@@ -88,6 +92,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
             ],
             ["all-reduce alone, ms", *(digits(1e3 * each["alone_s"]) for each in reduced)],
         ]
+
     table += [
         ["peak memory, GiB", *(_gib(row["peak_memory_gib"]) for row in rows)],
         ["  as planned", *(_gib(row["planned_memory_gib"]) for row in rows)],
@@ -95,6 +100,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
     if any(row["largest_micro_batch_size"] for row in rows):
         largest = (f"{row['largest_micro_batch_size']:,}" for row in rows)
         table.append(["largest micro-batch to fit", *largest])
+
     return table
 
 
@@ -105,9 +111,11 @@ def proposal(result: Mapping[str, Any]) -> str:
     """
     last = result["training"][-1]
     same = ("compiled", "rank_batch_size")
-    rows = [row for row in result["training"] if all(row[key] == last[key] for key in same)]
+    identity = [last[key] for key in same]
+    rows = [row for row in result["training"] if [row[key] for key in same] == identity]
     if len(rows) == 1:
         return ""
+
     best = max(rows, key=lambda row: row["images_per_s"])
     sizes = ", ".join(f"{row['micro_batch_size']:,}" for row in rows)
     return (
@@ -121,10 +129,12 @@ def loading_table(result: Mapping[str, Any]) -> Table:
     loading = result["loading"]
     if loading is None:
         return []
+
     workers = f"{loading['num_workers']} worker(s)" if loading["num_workers"] else "no workers"
     lost = f"{100 * loading['lost_share']:.1f} % less than the step alone"
     if loading["lost_share"] < 0:
         lost = "nothing lost"
+
     return [
         ["", "images/s", ""],
         ["loader alone", digits(loading["loader_images_per_s"]), f"{workers} for each rank"],
@@ -154,14 +164,14 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     which is named `<date>-<name>.json`. Raises ValueError if the file cannot be written.
     """
     before = stored_results(results_file(folder, result["device"], result["device_type"]))
-    new = [{key: row[key] for key in IDENTITY} for row in result["training"]]
-    other_rows = [
-        row for row in before["training"] if {key: row.get(key) for key in IDENTITY} not in new
-    ]
+    new = [_identity(row) for row in result["training"]]
+    other_rows = [row for row in before["training"] if _identity(row) not in new]
+
     loading = before["loading"]
     if result["loading"] is not None:
         model = result["loading"]["model"]
         loading = [*(row for row in loading if row["model"] != model), result["loading"]]
+
     training = [*other_rows, *result["training"]]
     peak = {key: result[key] for key in ("peak_tflops", "peak_source")}
     changes = {**peak, "training": training, "loading": loading}
@@ -177,11 +187,18 @@ def write_document(folder: Path, device: str, device_type: str, changes: Mapping
     date = time.strftime("%Y-%m-%d")
     facts = {"date": date, "gpu": _short_name(device), "device": device, **provenance()}
     document = {**stored_results(path), **facts, **changes}
+
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
     with replacing(path.with_suffix(".md")) as file:
         file.write(as_markdown(document).encode())
+
     return path
+
+
+def _identity(row: Mapping[str, Any]) -> list[Any]:
+    """Return the values by which rows of a results file are told apart."""
+    return [row.get(key) for key in IDENTITY]
 
 
 def stored_results(path: Path) -> dict[str, Any]:
@@ -209,18 +226,23 @@ def as_markdown(document: Mapping[str, Any]) -> str:
         f"# Measured on {document['device']}, {document['date']}",
         "; ".join(f"{name} {document[name]}" for name in facts) + ".",
     ]
-    if promises := document.get("promises"):
+
+    promises = document.get("promises")
+    if promises:
         verdict = {True: "kept", False: "**not kept**", None: "measured"}
         table = [[line["what"], verdict[line["passed"]], line["text"]] for line in promises]
         parts += ["## Promises", _as_rows([["promise", "", "found"], *table])]
+
     for model in dict.fromkeys(row["model"] for row in document["training"]):
         rows = [row for row in document["training"] if row["model"] == model]
         for num_devices in sorted({row["num_devices"] for row in rows}):
             rows_of_number = [row for row in rows if row["num_devices"] == num_devices]
             part = {**document, "num_devices": num_devices, "training": rows_of_number}
             parts += [f"## {title(part)}", _as_rows(step_table(part))]
+
         for loading in [row for row in document["loading"] if row["model"] == model]:
             parts.append(_as_rows(loading_table({"loading": loading})))
+
     return "\n\n".join(parts) + "\n"
 
 
@@ -248,6 +270,6 @@ def _gib(value: float | None) -> str:
 
 
 def _as_rows(table: Sequence[Sequence[str]]) -> str:
-    head, *body = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in table]
+    head, *body = [f"| {' | '.join(map(str.strip, row))} |" for row in table]
     rule = "|".join("---:" if name else "---" for name in table[0])
     return "\n".join([head, f"|{rule}|", *body])

@@ -80,13 +80,16 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
     """
     torch.manual_seed(config.train.seed)
     model = create_trained_model(config, num_classes)
+
     # The values of class weights do not affect the time.
     weights = None if config.loss.class_weights is None else (1.0,) * num_classes
     loss = create_loss(config.loss, weights, world.device)
     objective = Objective(loss)
-    if (teacher := find_teacher(config, num_classes)) is not None:
+    teacher = find_teacher(config, num_classes)
+    if teacher is not None:
         teacher_model, settings = teacher
         objective = Distilled(loss, Teacher(teacher_model.to(world.device), settings, config))
+
     create_reduce = parts_of(config).create_reduce
     step = create_train_step(
         config,
@@ -97,6 +100,7 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
         objective=objective,
         create_reduce=create_reduce,
     )
+
     step.model.train()
     return step
 
@@ -111,17 +115,24 @@ def time_step(
 ) -> StepTimes:
     """Warm up, then time `num_steps` steps, or as many as fit in `seconds`, but at least three.
 
-    batches: an iterator of augmented batches, such as a loader, or a list of batches. A list is
-    repeated, and each batch is augmented before its step.
+    Args:
+        train_step: The step to time.
+        batches: An iterator of augmented batches, such as a loader, or a list of batches. A list
+            is repeated, and each batch is augmented before its step.
+        num_steps: The number of timed steps. If given, `seconds` is ignored.
+        seconds: The approximate duration of all timed steps.
+        on_step: Called with the number of finished steps and of all steps.
     """
     world = train_step.world
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
     first = next(stream)
     num_rows = len(first.labels)
     *_, last_s = run_steps(train_step, itertools.chain([first], stream), WARM_UP_STEPS)
+
     if num_steps is None:
         fitting = int(seconds / last_s)
         num_steps = world.broadcast_from_main(lambda: max(fitting, LEAST_STEPS))
+
     clock = PartClock(world.device)
     before = train_step.mark
     train_step.mark = clock.mark
@@ -129,15 +140,18 @@ def time_step(
         taken_s = run_steps(train_step, stream, num_steps, on_step, clock)
     finally:
         train_step.mark = before
+
     parts = clock.steps()
+    medians = {}
+    for part in StepPhase:
+        medians[part] = statistics.median([step.get(part, 0.0) for step in parts])
+
     return StepTimes(
         step_s=statistics.median(taken_s),
         fastest_s=min(taken_s),
         slowest_s=max(taken_s),
         total_s=sum(taken_s),
-        parts_s={
-            part: statistics.median(step.get(part, 0.0) for step in parts) for part in StepPhase
-        },
+        parts_s=medians,
         num_steps=num_steps,
         global_batch_size=num_rows * world.size,
     )
@@ -169,6 +183,7 @@ def run_steps(
             clock.mark(None)
         if len(pending) > most_pending:
             finish(pending.popleft())
+
     for result in pending:
         finish(result)
     return [end - begin for begin, end in pairwise(ends_s)]
@@ -205,6 +220,7 @@ class PartClock:
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
+
         steps: list[dict[StepPhase, float]] = []
         seconds: dict[StepPhase, float] = {}
         for (part, begin), (following, end) in pairwise(self._marks):
@@ -214,6 +230,7 @@ class PartClock:
             if following is None:
                 steps.append(seconds)
                 seconds = {}
+
         return steps
 
 
@@ -225,16 +242,18 @@ def all_reduce_times(
 ) -> dict[str, float] | None:
     """Return the cost of averaging gradients over ranks, or None for a single rank.
 
-    alone_s: the time of an all-reduce that overlaps with nothing. exposed_s: the all-reduce time
-    that the backward pass does not hide. num_bytes: the size of the gradients that a rank sends.
-    dtype: the format of the sums.
+    The result has alone_s, the time of an all-reduce that overlaps with nothing; exposed_s, the
+    all-reduce time that the backward pass does not hide; and num_bytes, the size of the gradients
+    that a rank sends. dtype: the format of the sums.
     """
     world = train_step.world
     if world.size == 1:
         return None
+
     length = sum(parameter.numel() for parameter in train_step.parameters)
     gradients = torch.zeros(length, dtype=dtype, device=world.device)
     buckets = gradients.split(REDUCED_AT_ONCE // 4)
+
     alone_s = []
     for _ in range(WARM_UP_STEPS + num_steps):
         world.barrier()
@@ -242,6 +261,7 @@ def all_reduce_times(
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             work.wait()
         alone_s.append(now_s(world.device) - began_s)
+
     with_s = statistics.median(run_steps(train_step, batches, num_steps))
     reduce = train_step.reduce
     train_step.reduce = DataParallel(train_step.model, world)  # a step without gradient averaging
@@ -250,6 +270,7 @@ def all_reduce_times(
         without_s = statistics.median(run_steps(train_step, batches, num_steps))
     finally:
         train_step.reduce = reduce
+
     exposed_s = max(with_s - without_s, 0.0)
     return {
         "alone_s": statistics.median(alone_s[WARM_UP_STEPS:]),
@@ -268,13 +289,18 @@ def largest_micro_batch(
 ) -> int:
     """Return the largest of `sizes` whose step fits in memory on every rank, or 0 if none fits.
 
-    sizes: in ascending order. make_batch: returns a batch of a given size on the device. first: the
-    size to try first, such as the planner's estimate. beside_bytes: see `fits_in_memory`. on_try:
-    called with each size before its trial.
+    Args:
+        train_step: The step to try.
+        sizes: The micro-batch sizes, in ascending order.
+        make_batch: Returns a batch of a given size on the device.
+        first: The size to try first, such as the planner's estimate.
+        beside_bytes: See `fits_in_memory`.
+        on_try: Called with each size before its trial.
     """
     fits = -1
     too_large = len(sizes)
     tried = min(bisect_left(sizes, first), len(sizes) - 1)
+
     while too_large - fits > 1:
         on_try(sizes[tried])
         # Trial steps run without DDP. With DDP, all other ranks would hang in the all-reduce if one
@@ -286,6 +312,7 @@ def largest_micro_batch(
         else:
             fits = tried
             tried += 1
+
     return sizes[fits] if fits >= 0 else 0
 
 
@@ -306,6 +333,7 @@ def fits_in_memory(
     alone = replace(train_step.world, rank=0, size=1)
     train_step.reduce = DataParallel(train_step.model, alone)
     train_step.micro_batch_size = micro_batch_size
+
     fits = True
     try:
         beside = torch.empty(beside_bytes, dtype=torch.uint8, device=train_step.world.device)
@@ -316,10 +344,12 @@ def fits_in_memory(
         fits = False
     finally:
         train_step.reduce, train_step.micro_batch_size = before
+
     del beside
     # Free gradients after the `except` block, because the traceback keeps tensors alive inside it.
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
+
     return fits
 
 
@@ -338,14 +368,16 @@ def time_loading(
 ) -> dict[str, float]:
     """Time the loader alone for `seconds`, and then together with the step, using new workers.
 
-    num_steps: the number of batches and steps. If given, `seconds` is ignored. Returns the images
-    per second of all ranks, for the loader alone (including augmentation on the device) and for the
-    loader with the step. Also returns the fraction of the time with the step that rank 0 spent
-    waiting for data.
+    num_steps: the number of batches and steps. If given, `seconds` is ignored.
+
+    Returns the images per second of all ranks, for the loader alone (including augmentation on the
+    device) and for the loader with the step. Also returns the fraction of the time with the step
+    that rank 0 spent waiting for data.
     """
     world = train_step.world
     with _loader(config, data, train_step) as loader:
         alone = _time_alone(loader, world, num_steps, seconds, on_batch)
+
     with _loader(config, data, train_step) as loader:
         began_s = 0.0
 
@@ -357,6 +389,7 @@ def time_loading(
 
         times = time_step(train_step, loader, num_steps=num_steps, seconds=seconds, on_step=notice)
         waited_s = loader.stats.wait_s - began_s
+
     return {
         "num_workers": config.num_workers,
         "loader_images_per_s": alone,
@@ -382,17 +415,20 @@ def _time_alone(
 ) -> float:
     """Read and discard batches, and return the images per second of all ranks."""
     num_rows = len(next(loader).labels)  # not timed, because the workers are still starting
+
     began_s = time.perf_counter()
     for _ in range(LEAST_STEPS):
         next(loader)
     if num_batches is None:
         fitting = int(seconds / (time.perf_counter() - began_s) * LEAST_STEPS)
         num_batches = world.broadcast_from_main(lambda: max(fitting, LEAST_STEPS))
+
     on_batch(0, num_batches)
     world.barrier()
     began_s = time.perf_counter()
     for done in range(1, num_batches + 1):
         next(loader)
         on_batch(done, num_batches)
+
     rate = num_batches * num_rows / (now_s(world.device) - began_s)
     return float(world.sum_(torch.tensor(rate, device=world.device)))

@@ -95,6 +95,7 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
     data, plan = size_and_plan(config, world.size)
     if wishes.needs_data and data.assumed:
         raise ValueError(data.assumed)
+
     sizes = micro_batch_sizes(config.augment, plan.global_batch_size // world.size)
     if wishes.micro_batch_size is not None:
         if wishes.micro_batch_size not in sizes:
@@ -103,12 +104,14 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
                 f" {sizes[-1]} images: use one of {', '.join(map(str, sizes))}"
             )
         plan = replace(plan, micro_batch_size=wishes.micro_batch_size)
+
     loadable = [
         size for size in sizes if data.assumed or _has_order(config, data, size * world.size)
     ]
     precision = config.train.precision
     peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
     in_use = device_memory.bytes_in_use(world.device)
+
     return Subject(
         config,
         world,
@@ -161,6 +164,7 @@ def synthetic_batches(
             batches.append(batch.to(device))
         else:
             batches.append(replace(batches[position % 2], table=batch.table))
+
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return batches
@@ -171,16 +175,20 @@ def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: in
     image_format = ImageFormat.from_config(config.model, config.data)
     layout = BatchLayout(num_rows, image_format, table_layout(config.augment).width)
     batch = layout.batch_in(memoryview(bytearray(layout.num_bytes)))
+
     rng = np.random.default_rng(position)
     noise = rng.integers(0, 256, (NOISE_ROWS, *batch.images.shape[1:]), dtype=np.uint8)
     rows = torch.arange(num_rows) % NOISE_ROWS
     torch.index_select(torch.from_numpy(noise), 0, rows, out=batch.images)
+
     ids = np.arange(num_rows) + position * num_rows
     keys = sample_keys(config.train.seed, 0, ids)
     widths = np.full(num_rows, STORED_PX[0])
     heights = np.full(num_rows, STORED_PX[1])
+
     size = image_format.size
     table = draw_table(config.augment, keys, widths, heights, size)
+
     weights = np.ones(num_rows, dtype=np.float32)
     draw_mix(
         config.augment,
@@ -192,5 +200,6 @@ def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: in
         size=size,
         epoch=0,
     )
+
     write_rows(batch, rng.integers(0, num_classes, num_rows), weights, table, ids)
     return batch

@@ -50,15 +50,21 @@ model."""
 def check(config: Config, world: World, allow_change: Iterable[str], limit_s: float) -> None:
     """Check a run's requirements, print a table of findings, and remove all test files.
 
-    Every rank must call this function. allow_change: settings that may differ from a checkpoint's.
-    limit_s: the time limit of each check. If a check fails, rank 0 raises ValueError, and all other
+    Every rank must call this function. If a check fails, rank 0 raises ValueError, and all other
     ranks raise AlreadyReported. A signal raises Interrupted.
+
+    Args:
+        config: The settings of the run.
+        world: All ranks of the run.
+        allow_change: Settings that may differ from a checkpoint's.
+        limit_s: The time limit of each check.
     """
     began_s = time.monotonic()
     signals = StopSignals()
     trial = Trial(config, world, allow_change)
     parts = CheckStages(world, limit_s)
     all_parts = _parts(config, world, trial)
+
     try:
         with Meter("check", len(all_parts), "parts", shown=world.is_main) as meter:
             parts.run(all_parts, meter.update)
@@ -72,6 +78,7 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
     finally:
         signals.restore()
         parts.close()
+
     if world.is_main:
         _print(config, world, parts, began_s)
     if parts.failed:

@@ -48,6 +48,7 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     size = world.size
     if size == 1:
         return {}
+
     length = REDUCED_AT_ONCE // 4 // size * size
     own = torch.full((length,), float(world.rank + 1), device=world.device)
     part = torch.empty(length // size, device=world.device)
@@ -57,6 +58,7 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     total = torch.tensor(size * (size + 1) / 2, device=world.device)
     first = torch.ones((), device=world.device)
     share = (size - 1) / size
+
     # Maps each collective to its call, its result, the expected values, and the bytes sent over
     # each link as a fraction of the tensor.
     tried: dict[str, tuple[Callable[[], Any], Tensor, Tensor, float]] = {
@@ -73,6 +75,7 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     }
     if not is_exact:
         del tried["all_to_all"]
+
     rates = {}
     for name, (call, result, expected, carried) in tried.items():
         taken_s = []
@@ -87,6 +90,7 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
                     " be faulty: exclude this host"
                 )
         rates[name] = carried * 4 * length / statistics.median(taken_s[1:])
+
     return rates
 
 
@@ -107,6 +111,7 @@ def round_of(members: Sequence[int], number: int) -> list[tuple[int, int]]:
     # In each round, all members except the first move by one seat.
     first = len(seats) - number
     seats = [seats[0], *seats[first:], *seats[1:first]]
+
     half = len(seats) // 2
     pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
     return [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -120,16 +125,23 @@ def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
     hosts_ranks = list(by_host.values())
     most = max(map(len, hosts_ranks))
     # A rail is a network that connects the GPUs of the same local rank on all hosts.
-    rails = [[ranks[rail] for ranks in hosts_ranks if rail < len(ranks)] for rail in range(most)]
+    rails: list[list[int]] = [[] for _ in range(most)]
+    for ranks in hosts_ranks:
+        for rail, rank in enumerate(ranks):
+            rails[rail].append(rank)
+
     rounds = []
     for kind, groups in ((WITHIN, hosts_ranks), (BETWEEN, rails)):
         groups = [group for group in groups if len(group) > 1]
         longest = max(map(num_rounds, groups), default=0)
         every = math.ceil(longest / MAX_ROUNDS) or 1
         for number in range(0, longest, every):
-            playing = [group for group in groups if number < num_rounds(group)]
-            pairs = [pair for group in playing for pair in round_of(group, number)]
+            pairs: list[tuple[int, int]] = []
+            for group in groups:
+                if number < num_rounds(group):
+                    pairs += round_of(group, number)
             rounds.append((kind, pairs))
+
     return rounds
 
 
@@ -141,6 +153,7 @@ def try_pairs(world: World) -> list[list[Any]]:
     rates: list[list[Any]] = []
     if world.size == 1:
         return rates
+
     sent = torch.zeros(PAIR_BYTES // 4, device=world.device)
     received = torch.empty_like(sent)
     for kind, pairs in all_rounds(world.hosts):
@@ -148,6 +161,7 @@ def try_pairs(world: World) -> list[list[Any]]:
         partner = partners.get(world.rank)
         if partner is None:
             continue
+
         taken_s = []
         for _ in range(1 + REPEATS):
             began_s = now_s(world.device)
@@ -158,8 +172,10 @@ def try_pairs(world: World) -> list[list[Any]]:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             taken_s.append(now_s(world.device) - began_s)
+
         # The first measurement includes connecting and waiting for the partner, so it is discarded.
         rates.append([kind, partner, PAIR_BYTES / statistics.median(taken_s[1:])])
+
     return rates
 
 
@@ -171,9 +187,13 @@ def judge_collectives(rates: dict[int, dict[str, float]], world: World) -> Itera
     if world.size == 1:
         yield Finding("collectives", Verdict.OK, "not needed for one rank")
         return
-    slowest = {name: min(rank_rates[name] for rank_rates in rates.values()) for name in rates[0]}
-    texts = ", ".join(f"{name} {rate_text(rate)}" for name, rate in slowest.items())
-    text = f"correct on all {world.size} ranks: {texts} ({REDUCED_AT_ONCE >> 20} MiB)"
+
+    texts = []
+    for name in rates[0]:
+        slowest = min(rank_rates[name] for rank_rates in rates.values())
+        texts.append(f"{name} {rate_text(slowest)}")
+    size_mib = REDUCED_AT_ONCE >> 20
+    text = f"correct on all {world.size} ranks: {', '.join(texts)} ({size_mib} MiB)"
     yield Finding("collectives", Verdict.OK, text)
 
 
@@ -187,6 +207,7 @@ def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterato
         for kind, partner, rate in partners:
             a, b = sorted((rank, partner))
             pairs.setdefault(kind, {}).setdefault((a, b), []).append(rate)
+
     lines = []
     notes = []
     for kind, rates in pairs.items():
@@ -194,17 +215,20 @@ def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterato
         slowest = min(pair_rates, key=pair_rates.__getitem__)
         rate = pair_rates[slowest]
         middle = statistics.median(pair_rates.values())
+
         lines.append(
             f"{kind}, the slowest of {len(pair_rates)}: {places(slowest, world.hosts)} with"
             f" {rate_text(rate)} each way (median {rate_text(middle)})"
         )
         if len(pair_rates) > 2 and rate < SLOW_SHARE * middle:
             notes.append("this pair slows all ranks down: try without one of its hosts")
-        if kind == BETWEEN and world.device.type == "cuda" and middle < SLOW_BETWEEN_HOSTS:
+        is_slow = kind == BETWEEN and middle < SLOW_BETWEEN_HOSTS
+        if is_slow and world.device.type == "cuda":
             notes.append(
                 "hosts are connected at the speed of Ethernet: find the interface with"
                 " NCCL_DEBUG=INFO, and choose another with NCCL_IB_HCA or NCCL_SOCKET_IFNAME"
             )
+
     if lines:
         verdict = Verdict.NOTE if notes else Verdict.OK
         yield Finding("pairs", verdict, "\n".join([*lines, *notes]))

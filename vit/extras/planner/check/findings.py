@@ -56,6 +56,7 @@ def summary(findings: Sequence[Finding]) -> str:
     """Return a line with the number of findings per verdict and the names of the failed checks."""
     names = {verdict: [f.name for f in findings if f.verdict == verdict] for verdict in Verdict}
     failed = names[Verdict.FAIL]
+
     parts = [f"{len(names[Verdict.OK])} of {len(findings)} ok"]
     if names[Verdict.NOTE]:
         parts.append(f"{len(names[Verdict.NOTE])} with a note")

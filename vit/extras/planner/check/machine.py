@@ -59,13 +59,12 @@ def judge_software(
     if any(difference.is_fatal for difference in unlike):
         yield Finding("software", Verdict.FAIL, "\n".join(difference.text for difference in unlike))
         return
+
     first = next(iter(versions.values()))
-    names = [
-        name
-        for name in ("torch", "Python", "CUDA", "driver", "NCCL", "GPU", "vit")
-        if name in first and name not in {difference.name for difference in unlike}
-    ]
-    text = ", ".join(f"{name} {first[name]}" for name in names)
+    different = {difference.name for difference in unlike}
+    names = ("torch", "Python", "CUDA", "driver", "NCCL", "GPU", "vit")
+    shown = [name for name in names if name in first and name not in different]
+    text = ", ".join(f"{name} {first[name]}" for name in shown)
     same = f"same on all {len(versions)} ranks: " if len(versions) > 1 else ""
     lines = [same + text, *(difference.text for difference in unlike)]
     yield Finding("software", Verdict.NOTE if unlike else Verdict.OK, "\n".join(lines))
@@ -82,6 +81,7 @@ def note_times(world: World) -> list[float] | None:
     store = world.store
     if store is None or not world.is_local_main:
         return None
+
     times = []
     for number in range(NUM_TIMES):
         key = f"clocks {number}"
@@ -107,10 +107,12 @@ def judge_clocks(
     if len(times) < 2:
         yield Finding("clocks", Verdict.OK, "one host")
         return
-    ahead_s = {
-        rank: statistics.median(here - main for here, main in zip(own, times[0], strict=True))
-        for rank, own in times.items()
-    }
+
+    ahead_s = {}
+    for rank, own in times.items():
+        differences_s = [here - main for here, main in zip(own, times[0], strict=True)]
+        ahead_s[rank] = statistics.median(differences_s)
+
     wrong = [
         f"{hosts[rank]} is {abs(seconds):.2f} s {'ahead of' if seconds > 0 else 'behind'}"
         f" {hosts[0]}: synchronize the clock by NTP (timedatectl set-ntp true)"
@@ -120,6 +122,7 @@ def judge_clocks(
     if wrong:
         yield Finding("clocks", Verdict.FAIL, "\n".join(few(wrong)))
         return
+
     worst = max(ahead_s, key=lambda rank: abs(ahead_s[rank]))
     within = f"{1e3 * abs(ahead_s[worst]):.3g} ms of {hosts[0]} ({hosts[worst]})"
     yield Finding("clocks", Verdict.OK, f"{len(times)} hosts within {within}")
@@ -142,16 +145,19 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     mode = wandb_mode(log.wandb)
     if mode == "off":
         return Verdict.OK, "off, as configured"
+
     # A run continues without W&B, but a user who set "online" relies on it.
     lacking = Verdict.FAIL if log.wandb == "online" else Verdict.NOTE
     if importlib.util.find_spec("wandb") is None:
         return lacking, "wandb is not installed: pip install wandb, or set log.wandb=off"
     if mode == "offline":
         return Verdict.OK, "offline, as configured: upload the run later with wandb sync"
+
     url = _wandb_url()
     offline = "launch/report.py --to-wandb uploads the run later"
     if not _has_wandb_key(url):
         return lacking, f"no key for {url}: {offline}; run wandb login, or set log.wandb=offline"
+
     began_s = time.perf_counter()
     try:
         urllib.request.urlopen(url, timeout=ANSWER_S).close()
@@ -168,8 +174,10 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
 
 def _wandb_url() -> str:
     """Return the W&B server's URL from the environment or the W&B settings file, or the default."""
-    if url := os.environ.get("WANDB_BASE_URL"):
+    url = os.environ.get("WANDB_BASE_URL")
+    if url:
         return url.rstrip("/")
+
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     settings = configparser.ConfigParser()
     try:

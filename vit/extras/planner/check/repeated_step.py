@@ -85,6 +85,7 @@ def _noise(config: Config, rows: int) -> Batch:
     images = torch.randint(0, 256, (rows, *form.size, form.channels), generator=random)
     keys = sample_keys(config.train.seed, 0, np.arange(rows))
     heights, widths = (np.full(rows, pixels) for pixels in STORED_PX)
+
     return Batch(
         images.to(torch.uint8).permute(0, 3, 1, 2),
         torch.arange(rows),
@@ -101,8 +102,12 @@ def differing(answers: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[s
     """
     lines = []
     for rank, answer in enumerate(answers):
-        alike = [each["hashes"] for each in answers if each["kernels"] == answer["kernels"]]
-        most = Counter(value for hashes in alike for value in hashes).most_common(1)[0][0]
+        counts = Counter[str]()
+        for each in answers:
+            if each["kernels"] == answer["kernels"]:
+                counts.update(each["hashes"])
+        [(most, _)] = counts.most_common(1)
+
         place = f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}"
         lines += [
             f"{place}: {value[:12]}, but most repetitions of this step gave {most[:12]}"

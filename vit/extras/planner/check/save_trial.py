@@ -36,6 +36,7 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
     source: Path = trial.run_dir
     if is_away:
         source = newest_info(str(place))
+
     newest = checkpoints.newest_checkpoint(source, verify=False)
     if newest is None:
         lines = ["a new run"]
@@ -48,6 +49,7 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
         state = "at its URL, not fetched" if is_away else "whose files are complete"
         step = checkpoints.state_of(info).step
         lines = [f"resumes at step {step:,} from {folder.name}, {state}"]
+
     keep_last = trial.config.checkpoint.keep_last
     if newest is None or newest.info["step"] < trial.data.plan.total_steps:
         lines += check_disk(trial.disk, trial.run_dir, keep_last).lines
@@ -67,6 +69,7 @@ def try_checkpoint(trial: Trial) -> list[tuple[str, str]] | None:
         # Only rank 0 reads the file.
         checkpoints.load_checkpoint(trial.run_dir, trial.step)
         return None
+
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     with passing_folder(trial.run_dir) as place:
         with world.fail_together():
@@ -78,6 +81,7 @@ def try_checkpoint(trial: Trial) -> list[tuple[str, str]] | None:
             checkpoints.read_info(folder, verify=True)
         checkpoints.load_checkpoint(folder, trial.step)
         read_s = time.perf_counter() - began_s
+
     text = (
         f"{size_text(num_bytes)} written in {write_s:.3g} s"
         f" ({rate_text(num_bytes / write_s)}), read back in {read_s:.3g} s"

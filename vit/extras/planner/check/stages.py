@@ -88,9 +88,11 @@ class CheckStages:
         for number, part in enumerate(parts):
             on_part(number, part.name)
             self._current = number, part.name
+
             lacking = [name for name in part.needs if name in self._failed]
             if part.is_joint and self._apart:
                 lacking = [self._apart]
+
             if lacking:
                 text = f"skipped: needs {', '.join(lacking)}"
                 self.findings.append(Finding(part.name, Verdict.SKIPPED, text))
@@ -103,16 +105,19 @@ class CheckStages:
         key = f"part {number}"
         limit_s = part.times * self.limit_s
         deadline = time.monotonic() + limit_s
+
         answer = self._answer(part, key, deadline)
         if self._store is not None:
             self._store.set(f"{key} {self.world.rank}", json.dumps(answer))
             self._store.add(key, 1)
+
         if self.world.is_main:
             decision = self._decide(part, key, limit_s, deadline, answer)
             if self._store is not None:
                 self._store.set(f"{key} decided", json.dumps(decision))
         else:
             decision = self._hear(part, key, limit_s, deadline)
+
         self._lost |= set(decision["lost"])
         self._apart = self._apart or decision["apart"]
         self._failed |= {part.name} if decision["failed"] else set()
@@ -131,6 +136,7 @@ class CheckStages:
                 return {"late": True}
             if part.is_joint and self._others_have_failed(key):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
+
         try:
             return {"value": future.result()}
         except AlreadyReported:
@@ -163,6 +169,7 @@ class CheckStages:
             time.sleep(self._look_s)
         else:
             return json.loads(store.get(f"{key} decided"))
+
         first = next(rank for rank in range(1, self.world.size) if store.check([f"{key} {rank}"]))
         if self.world.rank != first:
             raise AlreadyReported("another rank reports that rank 0 is missing")
@@ -179,6 +186,7 @@ class CheckStages:
         late = [rank for rank, answer in answers.items() if "late" in answer]
         problems = {r: answer["problem"] for r, answer in answers.items() if "problem" in answer}
         hosts = self.world.hosts
+
         lines = []
         if missing:
             lines.append(self._missing(missing, limit_s))
@@ -188,12 +196,14 @@ class CheckStages:
         lines += by_message(problems, hosts)
         # If a rank is missing or has failed, other ranks are late because they waited for that
         # rank.
-        if late and not missing and not problems:
+        only_late = late and not missing and not problems
+        if only_late:
             late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
             lines.append(
                 f"not done within {limit_s:.0f} s{late_hosts}: a disk, a network or a device hangs"
                 " or is slow: allow more time with --check-limit-s"
             )
+
         if lines:
             self.findings.append(Finding(part.name, Verdict.FAIL, "\n".join(lines)))
         else:
@@ -201,8 +211,10 @@ class CheckStages:
             findings = list(part.judge(values))
             self.findings += findings
             lines = [finding.text for finding in findings if finding.verdict == Verdict.FAIL]
+
         apart = ""
-        if missing or (late and part.is_joint):
+        must_part = missing or (late and part.is_joint)
+        if must_part:
             apart = f"all ranks (see {part.name})"
         return {"failed": bool(lines), "lost": missing, "apart": apart}
 
@@ -215,6 +227,7 @@ class CheckStages:
             if time.monotonic() > deadline + MARGIN_S or self.world.gone():
                 break
             time.sleep(self._look_s)
+
         silent = set(silent_ranks(store, key, ranks))
         answered = [rank for rank in ranks if rank not in silent]
         texts = store.multi_get([f"{key} {rank}" for rank in answered])
@@ -227,11 +240,13 @@ class CheckStages:
         if gone:  # torchrun stops all ranks when one has exited
             self.findings.append(Finding(name, Verdict.FAIL, self._missing(gone, self.limit_s)))
             return
+
         waiting = ""
         if self._store is not None:
             ranks = sorted(set(range(self.world.size)) - self._lost)
             silent = silent_ranks(self._store, f"part {number}", ranks)
             waiting = f"; no answer yet from {places(silent, self.world.hosts)}" if silent else ""
+
         text = f"interrupted by {by}{waiting}: if you did not send this signal, see the error above"
         self.findings.append(Finding(name, Verdict.FAIL, text))
 
@@ -243,6 +258,7 @@ class CheckStages:
                 f"{places(gone, self.world.hosts)} exited without a message: the kernel may have"
                 " killed it because memory ran out (see dmesg), or the batch system killed it"
             )
+
         processes = "; ".join(filter(None, map(self.world.process_of, ranks)))
         if processes:
             processes = f" ({processes})"

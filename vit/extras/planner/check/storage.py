@@ -50,6 +50,7 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
     """
     if not world.is_local_main:
         return None
+
     data = config.data
     places = [(data.root, data.val_split)]
     if config.stream.urls is None:
@@ -58,6 +59,7 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
             for source in data.sources or (SourceConfig(),)
         ]
     places += config.eval.further_places(data.root, data.val_split)
+
     storage = RemoteStorage(retry=RetryPolicy(0.0))
     number = num_bytes = 0
     problems: list[str] = []
@@ -69,6 +71,7 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
         else:
             number += counts[0]
             num_bytes += counts[1]
+
     if problems:
         raise ShardError("\n".join(dict.fromkeys(problems)))
     return [number, num_bytes]
@@ -78,6 +81,7 @@ def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
     """Yield the number of checked shards. counts: the number and bytes of the shards, by rank."""
     host_counts = [count for count in counts.values() if count is not None]
     number, num_bytes = host_counts[0]
+
     num_hosts = len(host_counts)
     hosts = "by this host" if num_hosts == 1 else f"by each of {num_hosts} hosts"
     text = f"{number:,} of the expected size ({num_bytes / 1e9:,.3g} GB), checked {hosts}"
@@ -96,10 +100,12 @@ def read_rate(batches: AugmentedBatches, num_batches: int, world: World) -> list
     """
     if not world.is_local_main or not batches.exact:
         return None
+
     split = batches.split
     first = num_batches // 2
     positions = range(first, min(first + READ_BATCHES, num_batches))
     samples = list(chain.from_iterable(batches.order.batch(p).tolist() for p in positions))
+
     began_s = time.perf_counter()
     num_bytes = num_images = 0
     with ThreadPoolExecutor(READ_AT_ONCE) as threads:
@@ -109,6 +115,7 @@ def read_rate(batches: AugmentedBatches, num_batches: int, world: World) -> list
                 num_images += 1
             if time.perf_counter() - began_s > READ_S or num_bytes > READ_BYTES:
                 break
+
     taken_s = time.perf_counter() - began_s
     return [num_bytes / taken_s, num_images / taken_s]
 
@@ -119,11 +126,13 @@ def judge_reading(rates: dict[int, list[float] | None], world: World) -> Iterato
     if not host_rates:
         yield Finding("reading", Verdict.OK, "not measured for a stream")
         return
+
     slowest = min(host_rates, key=lambda rank: host_rates[rank][0])
     rate, images = host_rates[slowest]
     host = ""
     if len(host_rates) > 1:
         host = f", the slowest of {len(host_rates)} hosts ({world.host_of(slowest)})"
+
     text = f"{rate_text(rate)}, {digits(images)} images/s from shards{host}"
     yield Finding("reading", Verdict.OK, f"{text}; includes reads from the page cache")
 
@@ -153,6 +162,7 @@ def passing_folder(run_dir: Path) -> Iterator[Path]:
         folder, lock = locked_folder(place / "check")
     except OSError as error:
         raise cannot_write(run_dir, place, error) from None
+
     _passing.append(folder)
     try:
         yield folder
@@ -191,6 +201,7 @@ def look_at_folder(run_dir: Path) -> list[tuple[str, str]]:
         raise ValueError(
             f"{run_dir}: in use by a live run: wait until it ends, stop it, or use another run.dir"
         )
+
     try:
         with passing_folder(run_dir) as folder:
             path = folder / "test"
@@ -207,6 +218,7 @@ def look_at_folder(run_dir: Path) -> list[tuple[str, str]]:
             flush(folder)
     except OSError as error:
         raise cannot_write(run_dir, place, error) from None
+
     kind = file_system(place)
     state = "exists" if place == run_dir.absolute() else "new"
     shared = ", shared with other hosts" if is_shared(kind) else ""

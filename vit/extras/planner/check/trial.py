@@ -142,6 +142,7 @@ class Trial:
                 torch.manual_seed(config.train.seed)
                 model = create_trained_model(config, data.num_classes)
             model.to(world.device)
+
             is_new = not checkpoints.complete_checkpoints(self.run_dir)
             if is_new and self._parts.load_weights is not None:
                 self._parts.load_weights(model, config, data, world)
@@ -154,6 +155,7 @@ class Trial:
                 objective=self._objective,
                 create_reduce=self._parts.create_reduce,
             )
+
             step.model.train()
             return self._do_steps(step)
 
@@ -163,6 +165,7 @@ class Trial:
         stop = min(first + STEPS, self.data.plan.total_steps)
         ends_s = [time.perf_counter()]
         loss = 0.0
+
         with Loader(
             self.data.batches,
             first,
@@ -178,6 +181,7 @@ class Trial:
                 loss = step(batch, position).read().loss
                 ends_s.append(time.perf_counter())
             left_bytes = self._left_bytes()  # measured while the workers are running
+
         return {
             "loss": repr(loss),  # JSON has no NaN
             "first_s": ends_s[1] - ends_s[0],
@@ -202,13 +206,16 @@ class Trial:
     def judge_step(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
         """Yield a finding on the time and memory of a step. answers: the measurements by rank."""
         main = answers[0]
+
         batch = self.data.plan.global_batch_size
         height, width = main["size"]
         last_s = max(answer["last_s"] or 0.0 for answer in answers.values())
         first_s = max(answer["first_s"] for answer in answers.values())
         speed = f"{last_s:.3g} s each ({digits(batch / last_s)} images/s), " if last_s else ""
+
         is_compiled = self.config.train.compile and not main["why_eager"]
         compiled = " with compilation" if is_compiled else ""
+
         tightest = min(answers, key=lambda rank: answers[rank]["left_gib"])
         left_gib = answers[tightest]["left_gib"]
         peak_gib = max(answer["peak_gib"] for answer in answers.values())
@@ -217,11 +224,13 @@ class Trial:
         if self.world.size > 1:
             device += f" of {places([tightest], self.world.hosts)}"
         loss = float(main["loss"])
+
         lines = [
             f"steps of {batch:,} images of {height}x{width} px: {speed}the first{compiled}"
             f" {first_s:.3g} s; loss {loss:.4g}",
             f"peak memory {peak_gib:.2f} GiB per rank, {left_gib:.2f} GiB left {device}",
         ]
+
         notes = []
         if not math.isfinite(loss):
             notes.append("the loss is not finite: lower optim.lr, or set train.precision=fp32")
@@ -229,6 +238,7 @@ class Trial:
             notes.append(f"not compiled, because torch.compile fails ({main['why_eager']})")
         if on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib):
             notes.append("almost no GPU memory is left: lower data.micro_batch_size")
+
         hosts = len(set(self.world.hosts)) or 1
         read = self._read_images_per_s
         if last_s and read < batch / last_s / hosts:
@@ -236,6 +246,7 @@ class Trial:
                 f"training needs {digits(batch / last_s / hosts)} images/s per host, but a host"
                 f" reads {digits(read)}: copy the shards to a local disk (loader.cache_dir)"
             )
+
         yield Finding("step", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))
 
     # --- an evaluation --------------------------------------------------------------------------
