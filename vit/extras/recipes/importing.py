@@ -44,9 +44,9 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     """Import a recipe.
 
     Args:
-        source: a command line, a file with a command or config, or `-` for stdin.
-        program: one of `PROGRAMS`, needed if the project cannot be detected.
-        num_gpus: the total number of GPUs, needed if the recipe does not state it.
+        source: A command line, a file with a command or config, or `-` for stdin.
+        program: One of `PROGRAMS`, needed if the project cannot be detected.
+        num_gpus: The total number of GPUs, needed if the recipe does not state it.
 
     Raises ValueError if the recipe cannot be read. The error lists all unknown flags.
     """
@@ -59,6 +59,7 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
         text = path.read_text(encoding="utf-8")
     elif re.fullmatch(r"\S+\.(py|ya?ml|sh|txt)", source.strip()):
         raise ValueError(f"{source}: no such file: pass an existing file or a command")
+
     if program is not None and program not in PROGRAMS:
         raise ValueError(f"--program {program}: expected one of {', '.join(PROGRAMS)}")
 
@@ -77,10 +78,10 @@ def _parse(text: str, path: Path | None, program: str | None, num_gpus: int | No
     """Parse a config or a command.
 
     Args:
-        text: the config or the command.
-        path: the file that contains it, if there is one.
-        program: the program of the command, if the user stated it.
-        num_gpus: the total number of GPUs, if the user stated it.
+        text: The config or the command.
+        path: The file that contains it, if there is one.
+        program: The program of the command, if the user stated it.
+        num_gpus: The total number of GPUs, if the user stated it.
     """
     name = path.name if path else "-"
     launcher: list[str] = []
@@ -107,6 +108,7 @@ def _parse(text: str, path: Path | None, program: str | None, num_gpus: int | No
                 f"{option.format(program=table.program)} only evaluates: run"
                 " python launch/eval.py --checkpoint FILE --data SHARDS"
             )
+
     if "ngpus" in args:
         num_gpus = num_gpus or args["ngpus"] * args["nodes"]
     return Reading(

@@ -60,6 +60,7 @@ _RECIPE = """
 --warmup_epochs           int     5       schedule.warmup_epochs
 --seed                    int     0       train.seed
 """
+
 _PLACES = """
 --data_path               str     /datasets01/imagenet_full_size/061417/
 --output_dir              str     ./output_dir
@@ -77,6 +78,7 @@ _PLACES = """
 --dist_on_itp             on      -
 --dist_url                str     env://
 """
+
 TABLE = make_table(
     "MAE's main_finetune.py", "facebookresearch/mae@efb2a806:main_finetune.py", _RECIPE, _PLACES
 )
@@ -114,6 +116,7 @@ def _map_start(reading: Reading) -> Findings:
 def _map_rate(reading: Reading) -> Findings:
     args = reading.args
     yield same("", {"optim.name": "adamw"})
+
     if args["lr"] is None:
         batch = reading.settings["data.global_batch_size"]
         lr = {"optim.lr": args["blr"] * batch / 256}

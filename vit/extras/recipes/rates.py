@@ -32,11 +32,16 @@ def timm_cosine(
     per_step: bool = False,
     late: int = 0,
 ) -> Rate:
-    """Return the schedule of timm's CosineLRScheduler, which changes once per epoch by default.
+    """Return the schedule of timm's CosineLRScheduler, which changes once per epoch by default
+    (huggingface/pytorch-image-models@aa4b5850:timm/scheduler/cosine_lr.py).
 
-    warmup_prefix: start the cosine after the warm-up instead of at epoch 0. late: the delay in
-    epochs, which is 1 for DeiT, whose main.py passes the epoch that has just ended.
-    (huggingface/pytorch-image-models@aa4b5850:timm/scheduler/cosine_lr.py)
+    Args:
+        epochs: The length of the cosine.
+        warmup_prefix: Start the cosine after the warm-up instead of at epoch 0.
+        k_decay: The exponent of the completed share, which changes the shape of the cosine.
+        per_step: Change the rate each step.
+        late: The delay in epochs, which is 1 for DeiT, whose main.py passes the epoch that has just
+            ended.
     """
 
     def rate(time: float) -> float:
@@ -200,16 +205,16 @@ def map_schedule(
     """Map the arguments `names` to `settings`, and compare the learning rates.
 
     Args:
-        reading: the reading, with findings for learning rate, length and batch size.
-        names: the arguments.
-        settings: our settings with the numbers of the source project.
-        shape: the function for the source project's schedule.
-        limited: the settings that become at most the peak learning rate.
-        kind: the name of the source project's schedule, if it has no equivalent.
-        unused: the arguments of other schedules.
-        note: a text about the schedule `kind`.
-        reasons: why the learning rates differ.
-        epochs: the length of the cosine, if it differs from that of the training.
+        reading: The reading, with findings for learning rate, length and batch size.
+        names: The arguments.
+        settings: Our settings with the numbers of the source project.
+        shape: The function for the source project's schedule.
+        limited: The settings that become at most the peak learning rate.
+        kind: The name of the source project's schedule, if it has no equivalent.
+        unused: The arguments of other schedules.
+        note: A text about the schedule `kind`.
+        reasons: Why the learning rates differ.
+        epochs: The length of the cosine, if it differs from that of the training.
     """
     lr = reading.settings["optim.lr"]
     has_warmup = settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps")
@@ -218,6 +223,7 @@ def map_schedule(
         for key, value in settings.items()
         if has_warmup or key not in ("schedule.warmup_lr", "schedule.warmup_prefix")
     }
+
     if kind:
         yield cannot(f"{names} {unused}", f"the schedule {kind}: replaced by a cosine{note}", ours)
         return
@@ -241,6 +247,7 @@ def map_schedule(
         min_lr=settings.get("schedule.min_lr", 0.0),
     )
     gap = distance(theirs, our_rate(everything, steps_per_epoch), lr, length)
+
     text = (
         f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
         f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}")

@@ -154,6 +154,7 @@ _RECIPE = """
 --model-dtype             str     -       {null: {}, float32: {}, else: "weights in {}"}
 --head-init-scale         float   -       initial weights of the head
 """
+
 _PLACES = """
 data                      word    -
 --data-dir                str     -
@@ -213,7 +214,9 @@ data                      word    -
 --dynamo                  on      -
 --dynamo-backend          str     -
 """
+
 TABLE = make_table("timm's train.py", "as of timm 1.0.31", _RECIPE, _PLACES)
+
 OLDER_DEFAULTS = {
     "2022-10-07": "--lr 0.05 --warmup-lr 1e-4 --min-lr 1e-6 --warmup-epochs 3 --cooldown-epochs 10"
     " --decay-epochs 100",

@@ -69,6 +69,7 @@ _RECIPE = """
 --weights                 str     -       init.checkpoint
 --amp                     on      -       -
 """
+
 _PLACES = """
 --data-path               str     /datasets01/imagenet_full_size/061417/
 --device                  str     cuda
@@ -85,6 +86,7 @@ _PLACES = """
 --backend                 str     PIL
 --use-v2                  on      -
 """
+
 TABLE = make_table(
     "torchvision's train.py",
     "pytorch/vision:references/classification/train.py, as its README of 2024 uses it",
@@ -105,6 +107,7 @@ def _map_rest(reading: Reading) -> Findings:
             "some revisions of train.py clip gradients after the update, which has no effect"
             " (pytorch/vision@017e9b99)",
         )
+
     yield precision("fp16 with a scaled loss" if args["amp"] else "fp32")
     yield initial_weights(
         reading, "Xavier's in MLPs and attention, a head of zeros, patches normal"
@@ -121,6 +124,7 @@ def _map_view(reading: Reading) -> Findings:
         " launch/eval.py)"
     )
     yield cannot("val_crop_size", "" if crop == size else text)
+
     crop_pct = crop_pct_for(size, resized)
     if crop_pct is None:
         yield cannot("val_resize_size", "an evaluation image smaller than the crop")
@@ -149,6 +153,7 @@ def _map_policy(reading: Reading) -> Findings:
             f"--auto-augment {policy}: train.py rejects it{did_you_mean(policy, policies)}:"
             f" expected {', '.join(policies)}"
         )
+
     if policy == "ra":
         settings = {
             "augment.randaugment_layers": 2,
@@ -210,9 +215,11 @@ def _map_schedule(reading: Reading) -> Findings:
         "schedule.warmup_lr": args["lr"] * args["lr_warmup_decay"],
         "schedule.min_lr": args["lr_min"],
     }
+
     kind = args["lr_scheduler"]
     is_linear = args["lr_warmup_method"] == "linear"
     reasons = "the warm-up is linear in this project and constant in torchvision"
+
     return map_schedule(
         reading,
         "lr_scheduler lr_warmup_epochs lr_warmup_method lr_warmup_decay lr_min",
@@ -241,6 +248,7 @@ def _map_average(reading: Reading) -> Findings:
     if share >= 1:
         yield cannot(names, "a decay of 0, which makes the average equal to the weights")
         return
+
     settings = {"ema.decay": 1 - share, "ema.every_steps": steps}
     if args["lr_warmup_epochs"]:
         settings["ema.after_epochs"] = args["lr_warmup_epochs"]
