@@ -36,6 +36,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -66,6 +67,7 @@ SafeNumberLoader.add_implicit_resolver(
     re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
+
 _IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
@@ -134,6 +136,7 @@ def _argument(line: str, in_recipe: bool) -> Argument:
     cells = re.split(r"\s{2,}", line.strip(), maxsplit=3)
     assert len(cells) >= 3, f"a line of a table has flags, a type and a default: {line!r}"
     flags, kind, default, *rest = cells
+
     value: Any = None if default == "-" else yaml.safe_load(default)
     if kind == "on":
         value = bool(value)
@@ -145,6 +148,7 @@ def _argument(line: str, in_recipe: bool) -> Argument:
         value = _ONE[kind](value)  # YAML parses 5e-4 as text
     elif value is not None:
         value = [_MANY[kind](item) for item in value]
+
     return Argument(tuple(flags.split()), kind, value, rest[0] if rest else "", in_recipe)
 
 
@@ -190,21 +194,21 @@ def read_words(table: ArgumentTable, tokens: Sequence[str]) -> ParsedArguments:
         raise ValueError("; ".join([*problems, *shortened]))
 
     stated = vars(parsed)
-    for name in [a.name for a in table.arguments if a.type == "pairs"]:
-        if name in stated:
-            stated[name] = _pairs(stated[name])
+    for argument in table.arguments:
+        if argument.type == "pairs" and argument.name in stated:
+            stated[argument.name] = _pairs(stated[argument.name])
     return ParsedArguments(table, {**table.defaults(), **stated}, frozenset(stated), shortened)
 
 
 def _shortened(table: ArgumentTable, tokens: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence for each flag that argparse completes."""
-    flags = [flag for argument in table.arguments for flag in argument.flags]
+    flags = list(chain.from_iterable(argument.flags for argument in table.arguments))
     typed = [token.partition("=")[0] for token in tokens if re.match("--[a-z]", token)]
+    incomplete = [word for word in dict.fromkeys(typed) if word not in flags]
     return tuple(
         f"{word} is read as {flag} ({table.source})"
-        for word in dict.fromkeys(typed)
-        for flag in flags
-        if word not in flags and flag.startswith(word)
+        for word, flag in product(incomplete, flags)
+        if flag.startswith(word)
     )
 
 
@@ -243,10 +247,11 @@ def read_yaml(table: ArgumentTable, text: str, path: Path) -> ParsedArguments:
 
 
 def _unknown(table: ArgumentTable, unparsed: Sequence[str]) -> str:
-    flags = [flag for argument in table.arguments for flag in argument.flags]
     named = [word.partition("=")[0] for word in unparsed if word.startswith("-")]
     if not named:
         return f"{table.program} does not accept {' '.join(unparsed)!r} ({table.source})"
+
+    flags = list(chain.from_iterable(argument.flags for argument in table.arguments))
     hints = [f"{flag}{_near(flag, flags)}" for flag in dict.fromkeys(named)]
     return f"{table.program} has no {', '.join(hints)} ({table.source})"
 

@@ -24,6 +24,7 @@ _TYPESET = re.compile(
 )
 """Matches the typographic dashes and quotes that word processors and PDFs insert in place of plain
 characters."""
+
 _TORCHRUN = (
     "--nproc_per_node --nnodes",
     "--nproc --nnodes",
@@ -50,6 +51,7 @@ _SINGLE_PROCESS = re.compile(
     r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
 )
 """The words that may come before a script that runs as one process."""
+
 _COMMANDS = ("big_vision.train", "lightly-train")
 """The programs that are called by name, without .py or -m."""
 _HASH = "\ue000"
@@ -73,6 +75,7 @@ class Command(NamedTuple):
         """
         if not self.launcher:
             return None
+
         match = _LAUNCHER.match(self.launcher[0])
         counts = _process_counts(self.launcher, _LAUNCHERS[match[1]] if match else ())
         wrong = [f"{k} {v}" for k, v in counts.items() if not re.fullmatch(r"[1-9]\d*", v)]
@@ -107,6 +110,7 @@ def split_command(text: str) -> Command:
 
     tokens = [word.replace(_HASH, "#") for word in tokens]
     _check_signs(tokens)
+
     while tokens and re.match(r"[A-Za-z_]\w*=", tokens[0]):
         del tokens[0]
     # Remove redirections, pipes and &, because they are not arguments of the script.
@@ -118,7 +122,7 @@ def split_command(text: str) -> Command:
 def _check_signs(tokens: list[str]) -> None:
     """Raise ValueError if `tokens` contain typographic dashes or quotes."""
     typeset = dict.fromkeys(word for word in tokens if _TYPESET.search(word))
-    signs = dict.fromkeys(sign for word in typeset for sign in _TYPESET.findall(word))
+    signs = dict.fromkeys(itertools.chain(*map(_TYPESET.findall, typeset)))
     named = ", ".join(f"{sign} ({unicodedata.name(sign).lower()})" for sign in signs)
     if typeset:
         raise ValueError(
@@ -143,11 +147,14 @@ def _find_script(tokens: list[str], line: str) -> Command:
         name = word.rpartition("/")[2]
         if name.endswith("_train.sh"):
             return _shell_script(name, tokens[at + 1 :])
+
         is_module = at > 0 and tokens[at - 1] in ("-m", "--module")
+        is_script = is_module or name.endswith(".py") or word in _COMMANDS
         if is_module and _LAUNCHER.match(word):
             continue
-        if name.endswith(".py") or word in _COMMANDS or is_module:
+        if is_script:
             return Command(word, tokens[at + 1 :], _launcher(tokens[:at]))
+
     raise ValueError(f"the command has no script (main.py, train.py, ...): {line}")
 
 
@@ -172,9 +179,9 @@ def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[
 
     combinations: a value of `_LAUNCHERS`.
     """
-    tokens = [part for token in launcher for part in re.split(r"(?<=^-[nN])(?=\d)", token)]
+    parts = [re.split(r"(?<=^-[nN])(?=\d)", word) for word in launcher]
     options: dict[str, str] = {}
-    for token, next_token in itertools.pairwise([*tokens, ""]):
+    for token, next_token in itertools.pairwise(itertools.chain(*parts, [""])):
         name, equals, value = token.partition("=")
         if token.startswith("-"):  # A repeated option can be an argument of a later program.
             options.setdefault(_plain(name), value if equals else next_token)
@@ -184,6 +191,7 @@ def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[
     for names in combinations:
         if all(_plain(name) in options for name in names.split()):
             return {name: options[_plain(name)] for name in names.split()}
+
     without = f" without {' or '.join(combinations)}" if combinations else ""
     raise ValueError(f"{launcher[0]}: the number of processes is unknown{without}: pass --gpus N")
 

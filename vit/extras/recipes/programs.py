@@ -15,6 +15,7 @@ PROGRAMS = {
     "deit3_jax": deit3_jax.PROGRAM,
     "big_vision": big_vision.PROGRAM,
 }
+
 _OWN_NAMES = {
     "main_finetune.py": "mae",
     "submitit_finetune.py": "mae",
@@ -22,6 +23,7 @@ _OWN_NAMES = {
     "distributed_train.sh": "timm",
 }
 """Maps script names that only one project uses to that project."""
+
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "its main_finetune.py"),
@@ -59,9 +61,9 @@ def find_program(command: Command, stated: str | None) -> str:
 
     name = command.script.rpartition("/")[2]
     own = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
-    if stated and own and stated != own:
-        raise ValueError(f"--program {stated}: {command.script} belongs to {own}: omit --program")
     known = stated or own
+    if own and known != own:
+        raise ValueError(f"--program {stated}: {command.script} belongs to {own}: omit --program")
     if known:
         return known
 
@@ -90,5 +92,6 @@ def _timm_or_torchvision(command: Command) -> str:
         fits.append(name)
     if len(fits) == 1:
         return fits[0]
+
     is_torchvision = re.search(r"--model[= ]vit_[blh]_\d\d\b", " ".join(command.words))
     return "torchvision" if is_torchvision else "timm"

@@ -23,6 +23,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -35,11 +36,11 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
+
 _MOST_STEPS = 100_000
 _LARGEST = 1_000_000
 """The limit on the length of strings and lists and on the bits of integers, which prevents a config
 from exhausting memory."""
-
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "round": round,
@@ -98,6 +99,7 @@ class PythonConfig:
             raise ValueError(f"{source}:{error.lineno}: not valid Python: {error.msg}") from None
         except (RecursionError, MemoryError):
             raise ValueError(f"{source}:1: the config is nested too deep: remove nesting") from None
+
         self._run(tree.body, [self.names])
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -119,10 +121,12 @@ class PythonConfig:
                     for target in statement.targets:
                         self._assign(target, value, scopes)
                 case ast.AugAssign():
+                    # `a += b` is evaluated as `a = a + b`.
                     read = ast.parse(ast.unparse(statement.target), mode="eval").body
                     both = ast.BinOp(read, statement.op, statement.value)
                     value = self._value(ast.copy_location(both, statement), scopes)
                     self._assign(statement.target, value, scopes)
+
                 case ast.Expr():
                     self._value(statement.value, scopes)
                 case ast.If():
@@ -134,6 +138,7 @@ class PythonConfig:
                     raise Returned(
                         None if statement.value is None else self._value(statement.value, scopes)
                     )
+
                 case ast.Import() | ast.ImportFrom():
                     for alias in statement.names:
                         scopes[-1][(alias.asname or alias.name).partition(".")[0]] = Opaque()
@@ -156,6 +161,7 @@ class PythonConfig:
                     if isinstance(target, ast.Attribute)
                     else self._value(target.slice, scopes)
                 )
+
                 if isinstance(owner, (dict, list)):
                     owner[key] = value
                 elif not isinstance(owner, Opaque):
@@ -170,12 +176,15 @@ class PythonConfig:
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
             raise self._error(node, "unsupported expression: only settings can be imported")
+
         try:
             value = method(node, scopes)
         except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
             raise self._error(node, f"{type(error).__name__}: {error}") from None
-        too_long = isinstance(value, (str, list, tuple)) and len(value) > _LARGEST
-        if too_long or (isinstance(value, int) and value.bit_length() > _LARGEST):
+
+        is_long = isinstance(value, (str, list, tuple)) and len(value) > _LARGEST
+        is_large = isinstance(value, int) and value.bit_length() > _LARGEST
+        if is_long or is_large:
             raise self._error(node, "too long")
         return value
 
@@ -206,21 +215,20 @@ class PythonConfig:
         return mapping
 
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
-        left = self._value(node.left, scopes)
-        right = self._value(node.right, scopes)
-        if isinstance(node.op, ast.Pow) and abs(left) <= 1000 and abs(right) <= 1000:
+        left, right = self._value(node.left, scopes), self._value(node.right, scopes)
+        is_small_power = isinstance(node.op, ast.Pow) and abs(left) <= 1000 and abs(right) <= 1000
+        if is_small_power:
             return left**right
-        if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and isinstance(left, str)):
+        is_formatting = isinstance(node.op, ast.Mod) and isinstance(left, str)
+        if type(node.op) not in _BINARY or is_formatting:
             raise self._error(node, "only + - * / // and % of numbers are supported")
-        lists = [v for v in (left, right) if isinstance(v, (str, list, tuple))]
+
+        lengths = [len(v) for v in (left, right) if isinstance(v, (str, list, tuple))]
         counts = [v for v in (left, right) if isinstance(v, int)]
-        if (
-            isinstance(node.op, ast.Mult)
-            and lists
-            and counts
-            and len(lists[0]) * counts[0] > _LARGEST
-        ):
+        is_repetition = isinstance(node.op, ast.Mult) and lengths and counts
+        if is_repetition and lengths[0] * counts[0] > _LARGEST:
             raise self._error(node, "too long")
+
         return _BINARY[type(node.op)](left, right)
 
     def _unaryop(self, node: ast.UnaryOp, scopes: list[dict[str, Any]]) -> Any:
@@ -280,6 +288,7 @@ class PythonConfig:
         for keyword in node.keywords:
             value = self._value(keyword.value, scopes)
             named |= value if keyword.arg is None else {keyword.arg: value}
+
         name = ast.unparse(node.func)
         if name == "dict" or name.endswith(".ConfigDict"):
             return dict(*arguments, **named)
@@ -287,6 +296,7 @@ class PythonConfig:
             return self._imported[name](*arguments, **named)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
             return _format(self._value(node.func.value, scopes), arguments, named)
+
         function = self._value(node.func, scopes)
         if isinstance(function, _Function):
             return self._apply(function, arguments, named, node)
@@ -297,17 +307,20 @@ class PythonConfig:
     def _apply(
         self, function: _Function, arguments: list[Any], named: dict[str, Any], node: ast.AST
     ) -> Any:
-        parameters = function.node.args
         if self._depth > 20:
             raise self._error(node, "function calls are nested too deep")
+
+        parameters = function.node.args
         names = [argument.arg for argument in parameters.args]
         defaults = dict(zip(names[::-1], parameters.defaults[::-1], strict=False))
         local = {name: self._value(value, function.scopes) for name, value in defaults.items()}
         local |= dict(zip(names, arguments, strict=False)) | named
-        if missing := [name for name in names if name not in local]:
+        missing = [name for name in names if name not in local]
+        if missing:
             raise self._error(
                 node, f"missing arguments of {function.node.name}(): {', '.join(missing)}"
             )
+
         self._depth += 1
         try:
             self._run(function.node.body, [*function.scopes, local])

@@ -10,6 +10,7 @@ argument is dropped silently.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -48,10 +49,10 @@ def same(
     """Return the finding that the arguments `names` (separated by spaces) equal `settings`.
 
     Args:
-        names: the arguments, separated by spaces, or "".
-        settings: this project's settings, keyed by dotted path.
-        note: how the first value was computed.
-        text: an assumption made in the computation.
+        names: The arguments, separated by spaces, or "".
+        settings: This project's settings, keyed by dotted path.
+        note: How the first value was computed.
+        text: An assumption made in the computation.
     """
     return _finding("same", names, settings, text, note)
 
@@ -68,9 +69,9 @@ def cannot(names: str, text: str, settings: Mapping[str, Any] | None = None) -> 
     """Return the finding that the arguments `names` have no equivalent.
 
     Args:
-        names: the arguments, separated by spaces.
-        text: the reason, or "" if `settings` is the same.
-        settings: the replacement.
+        names: The arguments, separated by spaces.
+        text: The reason, or "" if `settings` is the same.
+        settings: The replacement.
     """
     return _finding("cannot" if text else "same", names, settings, text)
 
@@ -136,17 +137,17 @@ class Reading(NamedTuple):
     @property
     def settings(self) -> Settings:
         """Return the settings of all findings, keyed by dotted path."""
-        return {k: v for finding in self.findings for k, v in finding.settings.items()}
+        return {key: value for finding in self.findings for key, value in finding.settings.items()}
 
     @property
     def accounted(self) -> list[str]:
         """Return the names of the arguments that have a finding."""
-        return [name for finding in self.findings for name in finding.theirs]
+        return list(chain.from_iterable(finding.theirs for finding in self.findings))
 
     def plus(self, findings: Findings) -> Reading:
         """Return this reading with more findings. Empty findings are dropped."""
-        said = (f for f in findings if f.theirs or f.settings or f.text)
-        return self._replace(findings=(*self.findings, *said))
+        nonempty = [f for f in findings if any((f.theirs, f.settings, f.text))]
+        return self._replace(findings=(*self.findings, *nonempty))
 
     def present(self, paths: str) -> str:
         """Return the arguments at or below the dotted `paths`, joined by spaces."""
@@ -173,9 +174,10 @@ def map_arguments(reading: Reading) -> Reading:
         handler = reading.program.handlers.get(argument.name)
         findings = handler(reading) if handler else [_follow_rule(reading, argument, rules)]
         reading = reading.plus(findings)
-    reading = reading.plus(reading.program.rest(reading))
 
+    reading = reading.plus(reading.program.rest(reading))
     _check(reading, {argument.name for argument in recipe})
+
     others = reading.stated - set(reading.accounted)
     places = [a.name for a in reading.table.arguments if not a.in_recipe and a.name in others]
     return reading.plus([_finding("place", " ".join(dict.fromkeys(places)), None, "")])
@@ -184,8 +186,9 @@ def map_arguments(reading: Reading) -> Reading:
 def _check(reading: Reading, recipe: set[str]) -> None:
     """Check that each argument of `recipe` has one finding, and that each setting exists."""
     names = reading.accounted
-    keys = [key for finding in reading.findings for key in finding.settings]
+    keys = list(chain.from_iterable(finding.settings for finding in reading.findings))
     where = reading.table.program
+
     assert recipe <= set(names), f"{where}: no finding for {sorted(recipe - set(names))}"
     assert set(names) <= reading.args.keys(), f"{where}: a finding for more than its arguments"
     assert len(names) == len(set(names)), f"{where}: several findings for one of {names}"
@@ -199,7 +202,7 @@ def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]
     names = reading.present(" ".join((name, *argument.flags)))
     is_required = argument.type == "required"
     value = reading.args[name] if is_required else reading.args.get(name, argument.default)
-    kind, _, text = argument.rule.partition(": ")
+
     settings = argument.rule.strip("[]?").split(", ")
     if _KNOWN.issuperset(settings):
         is_off = value is None if argument.rule.startswith("?") else not value
@@ -215,6 +218,7 @@ def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]
             return cannot(names, choice.format(value))
         return same(names, {key: _filled(setting, value) for key, setting in choice.items()})
 
+    kind, _, text = argument.rule.partition(": ")
     if kind == "differs":
         return differs(names, text.format(value) if value else "")
     if kind == "off":
