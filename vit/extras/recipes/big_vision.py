@@ -37,6 +37,7 @@ _PLACES = re.compile(
     r"|sharding_\w+|input\.(cache\w*|prefetch|data\.(name|data_dir))|num_classes|model\.scan)\b"
 )
 """Keys for paths, logging and speed, which are not part of the recipe."""
+
 _NAMES = {"Ti": "ti", "S": "s", "B": "b", "L": "l", "H": "h", "So400m": "so400m", "G": "G"}
 _PERCENT = re.compile(r"train\[(\d+%)?:(\d+%)?\]")
 RULES = make_table(
@@ -91,6 +92,7 @@ def _parse(command: Command) -> ParsedArguments:
         raise ValueError(
             f"{path}: the config file cannot be read: pass a path relative to the current folder"
         )
+
     overrides = re.findall(r"--config\.([\w.]+)[= ](\S+)", arguments)
     return read_config(path.read_text(encoding="utf-8"), match[2] or "", overrides)
 
@@ -101,9 +103,9 @@ def read_config(
     """Evaluate a config. Its arguments are the dotted paths of its values.
 
     Args:
-        text: the Python code.
-        argument: the text after the colon.
-        overrides: dotted keys and values.
+        text: The Python code.
+        argument: The text after the colon.
+        overrides: Dotted keys and values.
     """
     file = PythonConfig(text, "the config", {"bvcc.parse_arg": _parse_arg})
     config = file.call("get_config", argument)
@@ -115,10 +117,11 @@ def read_config(
         section[name] = yaml.load(value, SafeNumberLoader)
 
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
-    arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
     model = leaves.get("model_name", "vit")
     if model != "vit":
         raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is supported")
+
+    arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
     table = ArgumentTable("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
     return ParsedArguments(table, ConfigLeaves(leaves), frozenset(leaves))
 
@@ -129,6 +132,7 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> Settings:
     for part in filter(None, (arg or "").split(",")):
         name, equals, value = part.partition("=")
         if not equals and name not in values:
+            # A value without a name belongs to the first argument.
             name = next(iter(spec))
             value = part
         if name not in values:
@@ -136,6 +140,7 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> Settings:
                 f"the config has no argument {name}: expected one of {', '.join(values)}"
             )
         values[name] = type(values[name])(yaml.load(value, SafeNumberLoader)) if value else True
+
     return values
 
 
@@ -143,10 +148,12 @@ def _map_rest(reading: Reading) -> Findings:
     """Map what no key controls, and report the keys that have no finding yet."""
     yield precision("fp32 with matrix products in bf16, as on TPUs")
     yield initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
-    names = [a.name for a in reading.table.arguments if a.in_recipe]
-    for name in names:
-        if name not in reading.accounted:
-            yield cannot(name, f"config.{name} = {reading.args[name]!r} is not supported")
+
+    lacking = [
+        a.name for a in reading.table.arguments if a.in_recipe and a.name not in reading.accounted
+    ]
+    for name in lacking:
+        yield cannot(name, f"config.{name} = {reading.args[name]!r} is not supported")
 
 
 def _map_length(reading: Reading) -> Findings:
@@ -154,6 +161,7 @@ def _map_length(reading: Reading) -> Findings:
     if steps:
         yield same("total_steps", {"train.steps": steps})
         return
+
     epochs = reading.args["total_epochs"]
     yield differs(
         "total_epochs",
@@ -172,6 +180,7 @@ def _map_split(reading: Reading) -> Findings:
         held_out = reading.args.get("evals.minival.data.split")
         if held_out is not None and _PERCENT.fullmatch(held_out):
             settings["eval.sets"] = {"minival": {"split": held_out}}
+
         text = f"{split}: big_vision selects samples by storage order, this project by a hash"
         yield differs("input.data.split", text, settings)
     else:
@@ -212,6 +221,7 @@ def _map_start(reading: Reading) -> Findings:
         )
     else:
         yield same(reading.present("model_init"))
+
     parts = list(reading.args.get("model_load.dont_load", ()))
     resets = {"init.reset_head": True} if any("head/" in part for part in parts) else {}
     yield same(reading.present("model_load.dont_load"), resets)
@@ -221,8 +231,8 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     operations = []
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")
-        arguments = re.findall(r"[^,()=]+(?=[,)]|$)", inside) if inside else []
-        operations.append((name, [yaml.load(argument, SafeNumberLoader) for argument in arguments]))
+        words = re.findall(r"[^,()=]+(?=[,)]|$)", inside) if inside else []
+        operations.append((name, [yaml.load(word, SafeNumberLoader) for word in words]))
     return operations
 
 
@@ -234,7 +244,8 @@ def _map_images(reading: Reading) -> Findings:
     for name, values in operations:
         match name:
             case "inception_crop" | "decode_jpeg_and_inception_crop":
-                low, high = values[1:3] + [5, 100][len(values[1:3]) :]
+                area = values[1:3]
+                low, high = area + [5, 100][len(area) :]  # big_vision's defaults, in percent
                 settings["model.image_size"] = values[0]
                 settings["augment.crop_scale"] = [low / 100, high / 100]
             case "randaug":
@@ -258,6 +269,7 @@ def _map_images(reading: Reading) -> Findings:
 
     if not any(name == "flip_lr" for name, _ in operations):
         settings["augment.hflip_prob"] = 0.0
+
     if unknown:
         yield cannot(
             "input.pp",
@@ -278,6 +290,7 @@ def _map_evaluation(reading: Reading) -> Findings:
     match = re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view)
     if not match:
         return
+
     crop_pct = crop_pct_for(int(match[2]), int(match[1]))
     if crop_pct is None:
         yield cannot("evals.val.pp_fn", "an evaluation image smaller than the crop")
@@ -302,6 +315,7 @@ def _map_mixing(reading: Reading) -> Findings:
 
 def _map_optimizer(reading: Reading) -> Findings:
     yield same("lr", {"optim.lr": reading.args["lr"]})
+
     name = reading.args.get("optax_name", "scale_by_adam")
     names = reading.present("optax_name")
     if name == "scale_by_adam":
@@ -309,6 +323,7 @@ def _map_optimizer(reading: Reading) -> Findings:
         yield same(names, {"optim.name": "adamw"})
         yield same(reading.present("optax.b1 optax.b2"), {"optim.betas": betas})
         yield same(reading.present("optax.eps"), {"optim.eps": reading.args.get("optax.eps", 1e-8)})
+
         if reading.args.get("optax.mu_dtype") == "bfloat16":
             yield differs(
                 "optax.mu_dtype", "big_vision stores the first moment in bf16, this project in fp32"
@@ -323,9 +338,11 @@ def _map_optimizer(reading: Reading) -> Findings:
         yield same(names, {"optim.name": "adafactorbv"})
         if reading.args.get("optax.decay_rate") == 0.8:  # this project has no other
             yield same("optax.decay_rate")
+
         for key in ("min_dim_size_to_factor", "beta2_cap", "momentum"):
             path = reading.present(f"optax.{key}")
-            yield same(path, {f"optim.{key}": reading.args[path]} if path else {})
+            if path:
+                yield same(path, {f"optim.{key}": reading.args[path]})
     else:
         raise not_available(f"config.optax_name {name}")
 
@@ -347,6 +364,7 @@ def _map_schedule(reading: Reading) -> Findings:
         "schedule.warmup_steps": reading.args.get("schedule.warmup_steps", 0),
         "schedule.warmup_lr": 0.0,
     }
+
     return map_schedule(
         reading,
         reading.present("schedule.warmup_steps schedule.decay_type"),

@@ -105,6 +105,7 @@ _RECIPE = """
 --model-ema-decay         float   0.99996  ema.decay
 --seed                    int     0       train.seed
 """
+
 _PLACES = """
 --model-ema-force-cpu     on      -
 --data-path               str     /datasets01/imagenet_full_size/061417/
@@ -123,6 +124,7 @@ _PLACES = """
 --world_size              int     1
 --dist_url                str     env://
 """
+
 SUBMITIT_RECIPE = """
 --ngpus                   int     8       -
 --nodes                   int     2       -
@@ -134,6 +136,7 @@ SUBMITIT_PLACES = """
 --use_volta32             on      -
 --comment                 str     -
 """
+
 _VIT5 = """
 --accum_iter              int     1       batches per step: data.global_batch_size
 --load_ema                on      -       take the averaged weights of --finetune
@@ -148,6 +151,7 @@ _VIT5_PLACES = """
 --wandb_entity            str     -
 --wandb_resume            str     -
 """
+
 TABLE = make_table("DeiT's main.py", "facebookresearch/deit@7e160fe4:main.py", _RECIPE, _PLACES)
 SUBMITIT = make_table(
     "DeiT's run_with_submitit.py",
@@ -165,9 +169,11 @@ VIT5 = make_table(
     _PLACES + _VIT5_PLACES,
 )
 ROPE = make_table("RoPE-ViT's main.py", "naver-ai/rope-vit@ce85c2e5:deit/main.py", _RECIPE, _PLACES)
+
 _DEIT3 = {"model.init_values": 1e-4, "model.no_embed_class": True}
 """The DeiT III model settings (facebookresearch/deit@7e160fe4:models_v2.py, vit_models)."""
 _ROPE = {"model.init_values": 1e-4, "model.rope_type": "axial", "model.rope_temperature": 100.0}
+
 _MODELS: dict[str, Settings] = {
     r"deit_(tiny|small|base)_patch16_(224|384)": {},
     r"deit_(tiny|small|base)_distilled_patch16_(224|384)": {"model.dist_token": True},
@@ -229,6 +235,7 @@ def _map_model(reading: Reading) -> Findings:
     settings = {"model.name": f"vit_{size}{_patch_size(reading)}", **parts}
     if "model.dist_token" in parts:
         yield differs("", "DeiT decays the distillation token, this project does not")
+
     if name.startswith("vit5"):
         yield differs(
             "model",
@@ -298,6 +305,7 @@ def _map_start(reading: Reading) -> Findings:
         yield differs("finetune", "; ".join(filter(None, (note, text))), start)
     else:
         yield same("finetune", start, note)
+
     if file and args.get("load_ema"):
         yield differs(
             "load_ema", "the averaged weights of the checkpoint: pass a file with those weights"
@@ -317,7 +325,9 @@ def _map_teacher(reading: Reading) -> Findings:
         names = "teacher_model teacher_path distillation_alpha distillation_tau"
         yield inert(names, "the recipe has no teacher")
         return
-    if kind not in ("hard", "soft") or not path or not 0 < alpha < 1:
+
+    is_valid = kind in ("hard", "soft") and path and 0 < alpha < 1
+    if not is_valid:
         raise ValueError(
             f"--distillation-type {kind} --distillation-alpha {alpha:g} --teacher-path"
             f" {path or '-'}: expected none, or hard or soft with an alpha between 0 and 1 and the"
@@ -347,6 +357,7 @@ def _map_teacher(reading: Reading) -> Findings:
             f"DeiT takes the mean over {classes} classes, this project the sum"
         )
     yield same("distillation_alpha", weights)._replace(comments=comments)
+
     tau = {"distill.temperature": args["distillation_tau"]}
     yield same_if_used(kind == "soft", "distillation_tau", tau, "only for soft distillation")
 
@@ -409,6 +420,7 @@ def _map_schedule(reading: Reading) -> Findings:
         "schedule.warmup_prefix": False,
         "schedule.min_lr": args["min_lr"],
     }
+
     kind = args["sched"]
     names = "min_lr warmup_lr warmup_epochs"
     if kind == "cosine":
@@ -416,6 +428,7 @@ def _map_schedule(reading: Reading) -> Findings:
         kind = ""
     else:
         names = f"sched {names}"
+
     yield from map_schedule(
         reading,
         names,

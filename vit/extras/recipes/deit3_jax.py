@@ -67,6 +67,7 @@ _RECIPE = """
 --shuffle-seed            int     -       ?train.seed
 --eval-interval           int     0       [eval.every_steps]
 """
+
 _PLACES = """
 --train-dataset-shards    str     -
 --valid-dataset-shards    str     -
@@ -82,9 +83,11 @@ _PLACES = """
 --hostname                str     -
 --output-dir              str     .
 """
+
 TABLE = make_table(
     "deit3-jax's main.py", "affjljoo3581/deit3-jax@753d01ba:src/main.py", _RECIPE, _PLACES
 )
+
 _SHAPES = {
     (12, 192, 3): "ti",
     (12, 384, 6): "s",
@@ -102,6 +105,7 @@ def _map_rest(reading: Reading) -> Findings:
             "deit3-jax draws one lambda and box for the images of a device, with random partners;"
             " this project draws one for each augment.mix_group_size images, with neighbors",
         )
+
     yield precision("fp32 with matrix products in bf16, as on TPUs")
     yield initial_weights(
         reading,
@@ -118,8 +122,11 @@ def _map_model(reading: Reading) -> Findings:
         "model.mlp_layer": "mlp_tanh",  # flax.linen.gelu
     }
     if shape not in _SHAPES:
-        settings |= {"model.depth": shape[0], "model.embed_dim": shape[1]}
-        settings |= {"model.num_heads": shape[2]}
+        settings |= {
+            "model.depth": args["layers"],
+            "model.embed_dim": args["dim"],
+            "model.num_heads": args["heads"],
+        }
     yield same("layers dim heads patch_size", settings)
 
 
@@ -146,6 +153,7 @@ def _map_repeats(reading: Reading) -> Findings:
             f"; a batch of {batch} is not a multiple of {repeats} copies, so samples are drawn"
             " like DeiT's sampler"
         )
+
     yield differs("augment_repeats", text, settings)
 
 
@@ -169,6 +177,7 @@ def _map_schedule(reading: Reading) -> Findings:
         "schedule.warmup_lr": 1e-6,
         "schedule.min_lr": 1e-5,
     }
+
     return map_schedule(reading, "warmup_steps", settings)
 
 

@@ -28,6 +28,7 @@ _LAMB = {"optim.name": "lamb"}
 _NESTEROV = {"optim.name": "sgd", "optim.nesterov": True}
 _MUON = {"optim.name": "muon", "optim.matrices": "timm"}
 _ADAMUON = {"optim.name": "adamuon", "optim.matrices": "timm"}
+
 _OPTIMIZERS: dict[str, Settings] = {
     "adam": _ADAMW,  # `map_optimizer` handles differences in weight decay
     "adamw": _ADAMW,
@@ -46,12 +47,14 @@ _OPTIMIZERS: dict[str, Settings] = {
     "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
 """Maps timm's optimizer names to settings of this project."""
+
 _FIXED: dict[str, Settings] = {
     "muon": {"ns_steps": 5, "ns_coefficients": "quintic"},
     "adamuon": {"ns_steps": 5, "ns_coefficients": "quintic"},
     "adafactorbv": {"decay_rate": 0.8, "momentum_dtype": "bfloat16", "clipping_threshold": None},
 }
 """Maps optimizers to arguments of timm that have only this value, timm's default, here."""
+
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""
 
@@ -84,9 +87,9 @@ def timm_policy(name: str, policy: str | None, interpolation: str) -> Mapped:
     """Map the argument `name`, which selects timm's RandAugment, AutoAugment or 3-Augment.
 
     Args:
-        name: the argument.
-        policy: its value.
-        interpolation: the mode that the source project uses to warp images
+        name: The argument.
+        policy: Its value.
+        interpolation: The mode that the source project uses to warp images
             (huggingface/pytorch-image-models@aa4b5850:timm/data/auto_augment.py,
             rand_augment_transform, auto_augment_transform).
 
@@ -96,6 +99,7 @@ def timm_policy(name: str, policy: str | None, interpolation: str) -> Mapped:
         return same(name)
     if policy == "3a":
         return same(name, {"augment.auto_augment": "three_augment"})
+
     first, *parts = policy.split("-")
     if first.startswith("augmix"):
         return cannot(name, f"the policy {policy}: AugMix is not available")
@@ -103,6 +107,7 @@ def timm_policy(name: str, policy: str | None, interpolation: str) -> Mapped:
     is_auto = first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto"
     if first != "rand" and not is_auto:
         raise _unknown_policy(policy)
+
     # As in timm, "t" selects a set of operations. All other parts without a number are ignored.
     sets = [part for part in parts if part.startswith("t") and not is_auto]
     matches = [re.match(r"(\D*)(\d.*)", part) for part in parts if part not in sets]
@@ -125,6 +130,7 @@ def timm_policy(name: str, policy: str | None, interpolation: str) -> Mapped:
         problems += [f"{part} of the policy" for part in sets]
         if problems:
             return cannot(name, f"{policy} has {' and '.join(problems)}", settings)
+
     return differs(
         name,
         f"this project warps bilinearly, the source by {interpolation}: no known effect on"
@@ -165,9 +171,8 @@ def _problem(name: str, number: str) -> str:
     if name == "mstd" and float(number) > 100:
         return "a strength drawn uniformly from 0 to its value (mstd above 100)"
     # The probability of each operation is 0.5 in this project.
-    if name == "mmax" or (name == "p" and float(number) != 0.5):
-        return f"{name}{number} of the policy"
-    return ""
+    has_no_equivalent = name == "mmax" or (name == "p" and float(number) != 0.5)
+    return f"{name}{number} of the policy" if has_no_equivalent else ""
 
 
 def map_color_jitter(reading: Reading) -> Findings:
@@ -197,14 +202,15 @@ def map_repeats(reading: Reading, names: str, repeats: int, text: str) -> Findin
     """Map repeated augmentation.
 
     Args:
-        reading: the reading with the arguments.
-        names: the arguments.
-        repeats: the number of copies. Below 2, repeated augmentation is off.
-        text: why a single process ignores the arguments.
+        reading: The reading with the arguments.
+        names: The arguments.
+        repeats: The number of copies. Below 2, repeated augmentation is off.
+        text: Why a single process ignores the arguments.
     """
     if repeats < 2:
         yield same(names)
         return
+
     settings = {"order.aug_repeats": repeats, "order.aug_repeats_form": "sampler"}
     yield same_if_used(reading.is_distributed, names, settings, text)
 
@@ -220,7 +226,8 @@ def train_interpolation(theirs: str, text: str) -> Mapped:
 def map_mixing(reading: Reading) -> Findings:
     """Map `--mixup-prob`, `--mixup-switch-prob` and `--mixup-mode`."""
     args = reading.args
-    if not (args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"]):
+    is_on = args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"]
+    if not is_on:
         yield inert("mixup_prob mixup_switch_prob mixup_mode", "mixing is off")
         return
 
@@ -249,10 +256,10 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> F
     As in timm, one-dimensional tensors, position embeddings and tokens have no weight decay.
 
     Args:
-        reading: the reading with the arguments.
-        lr: the peak learning rate.
-        formula: the formula for `lr`, as text.
-        lr_names: the arguments in the formula.
+        reading: The reading with the arguments.
+        lr: The peak learning rate.
+        formula: The formula for `lr`, as text.
+        lr_names: The arguments in the formula.
     """
     args = reading.args
     name = args["opt"].lower()
@@ -268,6 +275,7 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> F
         yield same("opt_betas", {"optim.betas": list(betas)})
     else:
         yield inert("opt_betas", unused)
+
     if "eps" in fields:
         yield same("opt_eps", {"optim.eps": args["opt_eps"] or fields["eps"].default})
     elif ours == "sgd":
@@ -303,6 +311,7 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> Findings:
     with_flags = OptimizerConfig.model_fields.keys() | {"betas", "eps", "momentum"}
     own = optimizer_fields(ours).keys() - with_flags
     stated = {f"optim.{key}": value for key, value in kwargs.items() if key in own}
+
     settings = {key: value for key, value in settings.items() if key not in stated}
     text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
     yield cannot(argument, text if name == "adam" else "", settings)
@@ -314,9 +323,9 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> Findings:
     is_jordans = ours == "muon" and kwargs.get("adjust_lr_fn") == "original"
     if is_jordans:
         fixed = {**fixed, "ns_coefficients": "original"}
-    lacking = [
-        key for key in kwargs if key not in own and not (key in fixed and kwargs[key] == fixed[key])
-    ]
+    supported = {key for key, value in fixed.items() if kwargs.get(key) == value}
+    lacking = kwargs.keys() - own - supported
+
     problems = []
     if lacking:
         problems.append(f"arguments of the optimizer: {', '.join(sorted(lacking))}")
@@ -338,9 +347,7 @@ def map_clipping(reading: Reading) -> Findings:
     args = reading.args
     norm = args["clip_grad"]
     has_own = "lamb" in args["opt"].lower() and (norm is None or norm > 1)
-    note = "LAMB's own (max_grad_norm)" if has_own else ""
     mode = args.get("clip_mode", "norm")
-
     if norm is not None and mode != "norm":
         yield cannot(
             "clip_grad clip_mode",
@@ -348,6 +355,8 @@ def map_clipping(reading: Reading) -> Findings:
             {"optim.clip_grad_norm": None},
         )
         return
+
+    note = "LAMB's own (max_grad_norm)" if has_own else ""
     yield same("clip_grad", {"optim.clip_grad_norm": 1.0 if has_own else norm}, note)
     if "clip_mode" in args:
         yield same_if_used(norm is not None, "clip_mode", {}, "--clip-grad is off")
@@ -366,6 +375,7 @@ def crop_pct_for(crop: int, resized: int) -> float | None:
     side to `resized` pixels before it cuts `crop` pixels, or None if there is none."""
     if resized < crop:
         return None
+
     for digits in range(1, 17):
         scale = 10**digits
         nearest = scale * crop // resized
@@ -388,9 +398,9 @@ def initial_weights(reading: Reading, theirs: str, source: str | None = None) ->
     """Return the finding for the distribution of initial weights, which has no argument.
 
     Args:
-        reading: the reading with the checkpoint, if the recipe has one.
-        theirs: how the source project's distribution differs, or "".
-        source: the nearest `model.weight_init`.
+        reading: The reading with the checkpoint, if the recipe has one.
+        theirs: How the source project's distribution differs, or "".
+        source: The nearest `model.weight_init`.
     """
     # With a checkpoint, only the head is new, and its weights start at 0.
     if source is None or "init.checkpoint" in reading.settings:
@@ -399,6 +409,7 @@ def initial_weights(reading: Reading, theirs: str, source: str | None = None) ->
     else:
         settings = {"model.weight_init": source}
         ours = f"model.weight_init={source}"
+
     text = f"initial weights: ours are {ours}; the source has {theirs or 'a head of std 0.02'}"
     return differs("", "" if settings and not theirs else text, settings)
 

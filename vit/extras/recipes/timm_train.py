@@ -83,6 +83,7 @@ def _map_model(reading: Reading) -> Findings:
     args = reading.args
     name = _model_name(reading)
     published = _published(name)
+
     settings: Settings = {"model.name": f"timm/{name}"}
     plain = _plain(reading)
     if plain:
@@ -125,6 +126,7 @@ def _published(name: str) -> Any:
             "recipes for timm's train.py need timm to look up the model's settings, but timm is not"
             " installed: pip install timm"
         ) from error
+
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models())
         raise ValueError(f"--model {name}: timm {timm.__version__} has no such model{hint}")
@@ -181,11 +183,13 @@ def _map_batch_norm(reading: Reading) -> Findings:
 def _map_weights(reading: Reading) -> Findings:
     args = reading.args
     weights = args["pretrained_path"] or args["initial_checkpoint"]
+
     start: Settings = {}
     if args["pretrained"] and not weights:
         start["init.checkpoint"] = _published(_model_name(reading)).hf_hub_id
         if args["num_classes"]:
             start["init.reset_head"] = True
+
     yield same("pretrained", start)
     yield same(
         "pretrained_path initial_checkpoint", {"init.checkpoint": weights} if weights else {}
@@ -213,9 +217,11 @@ def _map_color_jitter_prob(reading: Reading) -> Findings:
 
 
 def _map_repeats(reading: Reading) -> Findings:
-    repeats = int(reading.args["aug_repeats"])
     return map_repeats(
-        reading, "aug_repeats", repeats, "a single process has no distributed sampler"
+        reading,
+        "aug_repeats",
+        int(reading.args["aug_repeats"]),
+        "a single process has no distributed sampler",
     )
 
 
@@ -238,8 +244,8 @@ def _map_mixup_off_epoch(reading: Reading) -> Findings:
     args = reading.args
     last = args["mixup_off_epoch"]
     mixes = args["mixup"] > 0 or args["cutmix"] > 0
-    off = {"augment.mixup_off_epoch": last} if last and mixes and last < args["epochs"] else {}
-    yield same("mixup_off_epoch", off)
+    has_effect = mixes and last and last < args["epochs"]
+    yield same("mixup_off_epoch", {"augment.mixup_off_epoch": last} if has_effect else {})
 
 
 def _map_loss(reading: Reading) -> Findings:
@@ -247,6 +253,7 @@ def _map_loss(reading: Reading) -> Findings:
     loss = args["loss"] or ("bce" if args["bce_loss"] else "ce")
     threshold = args["bce_target_thresh"]
     names = "bce_loss loss bce_sum bce_target_thresh"
+
     if loss != "bce":
         text = f"the loss {loss}: replaced by cross-entropy"
         yield cannot("bce_loss loss", "" if loss == "ce" else text)
@@ -270,8 +277,8 @@ def _map_optimizer(reading: Reading) -> Findings:
     yield from findings
 
     is_adaptive = findings[0].settings["optim.name"] in ("adamw", "nadamw", "lamb")
-    is_default = not reading.stated & {"lr", "lr_base"}
-    if is_adaptive and is_default and lr >= 0.01:
+    is_high_default = lr >= 0.01 and not reading.stated & {"lr", "lr_base"}
+    if is_adaptive and is_high_default:
         yield same(
             "",
             text="note: the command has neither --lr nor --lr-base, so timm's default gives a"
@@ -284,6 +291,7 @@ def _rate(args: Mapping[str, Any], batch: int) -> tuple[float, str]:
     """Return the peak learning rate and its formula (train.py, `if not args.lr`)."""
     if args["lr"]:
         return args["lr"], ""
+
     ratio = batch / args["lr_base_size"]
     name = args["opt"].lower()
     scale = args["lr_base_scale"] or ("sqrt" if "ada" in name or "lamb" in name else "linear")
@@ -346,6 +354,7 @@ def _map_teacher(reading: Reading) -> Findings:
     yield same("kd_token_distill_type" if is_token else "", {"distill.distill_type": kind})
     if not is_token:
         yield inert("kd_token_distill_type", "only for --kd-distill-type token")
+
     temperature = {"distill.temperature": args["kd_temperature"]}
     yield same_if_used(kind != "hard", "kd_temperature", temperature, "only for soft distillation")
 
@@ -356,6 +365,7 @@ def _map_length(reading: Reading) -> Findings:
     epochs = args["epochs"]
     prefix = args["warmup_epochs"] if args["warmup_prefix"] else 0
     cooldown = args["cooldown_epochs"] if args["sched"] in ("cosine", "wsd") else 0
+
     parts = [f"{epochs}"]
     if prefix:
         parts.insert(0, f"{prefix} of warm-up")
@@ -378,9 +388,11 @@ def _map_schedule(reading: Reading) -> Findings:
     }
     names = "sched sched_on_updates min_lr warmup_lr warmup_epochs"
     of_step = "decay_rate decay_milestones patience_epochs lr_stable_timescale"
+
     if kind == "wsd":
         yield from _map_wsd(reading, names, settings, of_step)
         return
+
     if kind in ("constant", "none"):
         has_warmup = kind == "constant" and args["warmup_epochs"]
         kept = ("interval", "warmup_epochs", "warmup_lr") if has_warmup else ()
@@ -399,10 +411,12 @@ def _map_schedule(reading: Reading) -> Findings:
         reading = reading.plus([cooldown])
     else:
         unused += " cooldown_epochs"
+
     if kind == "step":
         lr = reading.settings["optim.lr"]
         at_end = timm_step(lr, args["epochs"] - 0.5, args["decay_epochs"] or 90, args["decay_rate"])
         note = f"; timm's ends at {at_end:.2g}"
+
     yield from map_schedule(
         reading,
         f"{names} lr_k_decay",
@@ -428,10 +442,10 @@ def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: 
     the rate changes each step.
 
     Args:
-        reading: the reading, with findings for learning rate, length and batch size.
-        names: the arguments of all schedules.
-        settings: this project's settings for `names`.
-        unused: the arguments of other schedules.
+        reading: The reading, with findings for learning rate, length and batch size.
+        names: The arguments of all schedules.
+        settings: This project's settings for `names`.
+        unused: The arguments of other schedules.
     """
     args = reading.args
     warmup = args["warmup_epochs"]
@@ -447,6 +461,7 @@ def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: 
 
     cooldown = _cooldown(reading)
     yield cooldown
+
     form = args["lr_decay_fn"] or "1-sqrt"
     ours = {
         **settings,
@@ -456,6 +471,7 @@ def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: 
         "schedule.decay_form": "linear" if form == "linear" else "1-sqrt",
     }
     del ours["schedule.warmup_prefix"]  # the warm-up is always first
+
     yield from map_schedule(
         reading.plus([cooldown]),
         f"{names} decay_epochs lr_decay_fn",
@@ -474,6 +490,7 @@ def _cooldown(reading: Reading) -> Mapped:
             "cooldown_epochs",
             f"timm adds {cooldown} epochs at learning rate 0, this project lengthens the schedule",
         )
+
     return same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown} if cooldown else {})
 
 
@@ -485,24 +502,27 @@ def _map_ema_warmup(reading: Reading) -> Findings:
 
 def _map_precision(reading: Reading) -> Findings:
     args = reading.args
-    theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
     yield same("amp amp_dtype apex_amp native_amp")
+
+    theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
     is_mixed = args["amp"] or args["apex_amp"] or args["native_amp"]
     yield precision(theirs if is_mixed else "fp32")
 
 
 def _note_old_defaults(reading: Reading) -> Findings:
     """Note omitted arguments whose defaults differed in earlier versions of timm."""
-    without_effect = {n for f in reading.findings if f.verdict == "inert" for n in f.theirs}
+    inert_names = [finding.theirs for finding in reading.findings if finding.verdict == "inert"]
+    irrelevant = reading.stated.union(*inert_names)
     parts = []
     for day, defaults in OLDER_DEFAULTS.items():
         unstated = [
             f"--{name} {value}"
             for name, value in re.findall(r"--(\S+) (\S+)", defaults)
-            if name.replace("-", "_") not in reading.stated | without_effect
+            if name.replace("-", "_") not in irrelevant
         ]
         if unstated:
             parts.append(f"until {day} {' '.join(unstated)}")
+
     if parts and "lr_base" not in reading.stated:
         # --lr-base was added together with the current defaults.
         yield differs(
