@@ -35,7 +35,6 @@ _IRRELEVANT = (
 )
 """The settings that change neither the trained weights nor their evaluation."""
 
-
 MAGNITUDE_STD = "augment.magnitude_std"
 """A setting of timm's policies. A policy of another program has no value for it."""
 
@@ -75,9 +74,10 @@ def compare(first: Config, second: Config) -> list[SettingDifference]:
     for key, (old, new) in unlike.items():
         old = implied[0].get(key) if old is None else old
         new = implied[1].get(key) if new is None else new
-        is_unused = key == MAGNITUDE_STD and None in (old, new)
-        if key == "run.dir" or old == new or is_unused:
+        is_ignored = key == "run.dir" or (key == MAGNITUDE_STD and None in (old, new))
+        if is_ignored or old == new:
             continue
+
         effect = effect_of(key, (old, new))
         differences.append(SettingDifference(key, old, new, effect.kind, effect.text))
 
@@ -97,6 +97,7 @@ def _implied_values(config: Config) -> dict[str, Any]:
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
     if size is None:
         return implied
+
     parameters = inspect.signature(VisionTransformer).parameters
     values = {name: parameter.default for name, parameter in parameters.items()}
     values |= {**PRESETS[size[1]], "patch_size": int(size[2]), "num_classes": None}
@@ -106,17 +107,20 @@ def _implied_values(config: Config) -> dict[str, Any]:
 def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that can make the results of `config` differ from a published run.
 
-    recipe: this project's config for the published run. settings: overrides of that config. Paths,
-    weight averaging and extra evaluations are ignored.
+    Paths, weight averaging and extra evaluations are ignored.
+
+    Args:
+        config: The config of the run.
+        recipe: This project's config for the published run.
+        settings: Overrides of `recipe`.
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     published = read_recipe(Path(recipe), overrides)
+    differences = [d for d in compare(published, config) if d.kind not in ("order", "harmless")]
     return [
         f"{difference.key} {change_text(difference)}"
-        for difference in compare(published, config)
-        if difference.kind not in ("order", "harmless")
-        and difference.key not in _IRRELEVANT
-        and not difference.key.startswith("eval.sets")
+        for difference in differences
+        if difference.key not in _IRRELEVANT and not difference.key.startswith("eval.sets")
     ]
 
 
@@ -132,14 +136,15 @@ def _shown(key: str, value: object) -> str:
         section, _, name = key.partition(".")
         # A key such as eval.sets.NAME.split has no field in its section.
         fields = (kind.model_fields.get(name) for kind in sections()[section])
-        text = " ".join(" ".join(str(field.description) for field in fields if field).split())
-        meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", text)
+        text = " ".join(str(field.description) for field in fields if field)
+        meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", " ".join(text.split()))
         return f"none ({meaning[1]})" if meaning and meaning[1] != "none" else "none"
+
     if isinstance(value, list) and isinstance(value[0], dict):
-        items = (
-            {name: entry for name, entry in item.items() if entry is not None} for item in value
-        )
-        return "; ".join(
-            ", ".join(f"{name} {entry}" for name, entry in item.items()) for item in items
-        )
+        return "; ".join(map(_entries, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _entries(item: Mapping[str, object]) -> str:
+    """Format an item of a list without its null entries."""
+    return ", ".join(f"{name} {entry}" for name, entry in item.items() if entry is not None)

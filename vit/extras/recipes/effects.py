@@ -10,6 +10,7 @@ from vit.config.schema import Config
 
 _DEIT = "DeiT-B with all: 81.8, arXiv 2012.12877"
 _PLAIN = "ViT-S/16 with all: 76.5 in 90 epochs, arXiv 2205.01580, Table 1"
+
 KINDS = (
     ("known", "changes accuracy, by published ablations"),
     ("network", "a different network"),
@@ -21,6 +22,7 @@ KINDS = (
     ("harmless", "no effect on training"),
 )
 """The kinds of differences and their headings, in order of importance."""
+
 KNOWN = {
     "order.aug_repeats": f"76.5 without repetitions ({_DEIT})",
     "augment.mixup_alpha": f"78.7 without MixUp, 75.8 without it and CutMix ({_DEIT})",
@@ -50,6 +52,7 @@ KNOWN = {
     "eval.crop_pct": "81.8 at .875, 82.0 at .9 (DeiT-B's README and timm's results)",
 }
 """Maps settings to published ablations."""
+
 _ABLATED: dict[str, tuple[Any, ...]] = {
     "order.aug_repeats": (1,),
     "augment.mixup_alpha": (0,),
@@ -66,6 +69,7 @@ _ABLATED: dict[str, tuple[Any, ...]] = {
 }
 """The value that switches a component off, for ablations that removed the component. The ablation
 applies only if one of the two recipes has this value."""
+
 _SEED = "noise from different random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
 _TEXTS = {
     "train.seed": _SEED,
@@ -85,6 +89,7 @@ _TEXTS = {
     "eval.every_steps": "frequency and speed of evaluations",
     "eval.batch_size": "frequency and speed of evaluations",
 }
+
 _KINDS = {
     "order.num_lanes": "order",
     "order.block_samples": "order",
@@ -111,6 +116,7 @@ _KINDS = {
     "model.weight_init": "start",
 }
 """The kinds of settings that do not have the kind of their section."""
+
 _KINDS_BY_SECTION = {
     "model": "network",
     "optim": "optimization",
@@ -139,10 +145,13 @@ def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
     """Return the effect of changing the setting `key`. values: both values, if known."""
     section = key.partition(".")[0]
     assert section in Config.model_fields, f"the config has no section {section}"
+
     ablated = _ABLATED.get(key, values)
-    if key in KNOWN and (not values or any(value in ablated for value in values)):
+    is_ablation = not values or any(value in ablated for value in values)
+    if key in KNOWN and is_ablation:
         return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
+
     is_place = key in ("data.val_split", "data.root")
-    harmless = may_change(key) and section not in ("eval", "guard") and not is_place
-    section_kind = "harmless" if harmless else _KINDS_BY_SECTION.get(section, "harmless")
+    is_harmless = may_change(key) and section not in ("eval", "guard") and not is_place
+    section_kind = "harmless" if is_harmless else _KINDS_BY_SECTION.get(section, "harmless")
     return Effect(_KINDS.get(key, section_kind), _TEXTS.get(key, ""))

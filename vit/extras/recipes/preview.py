@@ -43,6 +43,7 @@ def groups_table(config: Config) -> Table:
         parameters: Sequence[torch.Tensor] = group["params"]
         if not parameters:
             continue
+
         count = sum(parameter.numel() for parameter in parameters)
         total += count
         scale = group.get("lr_scale", 1.0)
@@ -84,7 +85,7 @@ def curves_of(config: Config, num_images: int) -> Curves:
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
     rate = our_rate(flat(to_dict(config)), per_epoch)
-    times = [epochs * n / POINTS for n in range(POINTS)]
+
     final = config.schedule.final_weight_decay
     decay = partial(
         weight_decay_at,
@@ -92,6 +93,8 @@ def curves_of(config: Config, num_images: int) -> Curves:
         final=config.optim.weight_decay if final is None else final,
         total_steps=round(epochs * per_epoch),
     )
+
+    times = [epochs * n / POINTS for n in range(POINTS)]
     runs = read_reference(config.eval.reference).runs if config.eval.reference else []
     return Curves(
         times,
@@ -149,6 +152,7 @@ def _rates(first: Config, second: Config) -> str:
     apart = distance(rate, lambda time: other_rate(time * other_epochs / epochs), peak, epochs)
     if apart.largest < 0.005:
         return ""
+
     share = apart.at_epoch / epochs
     return (
         "learning rates at equal shares of both runs differ by at most"
@@ -159,4 +163,8 @@ def _rates(first: Config, second: Config) -> str:
 
 def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the settings of a config, keyed by dotted path."""
-    return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
+    return {
+        f"{section}.{name}": value
+        for section, group in values.items()
+        for name, value in group.items()
+    }

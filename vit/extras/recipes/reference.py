@@ -110,6 +110,7 @@ class Reference:
         # Rounding can move the fraction slightly out of the range.
         if not self.first - 1e-9 <= share <= self.last + 1e-9:
             return {}
+
         metrics = {}
         for name in self.runs[0].keys() - {"share"}:
             values = [float(np.interp(share, run["share"], run[name])) for run in self.runs]
@@ -131,6 +132,7 @@ def read_reference(name: str) -> Reference:
     path = Path(name) if name.endswith(SUFFIX) else folder / f"{name}{SUFFIX}"
     setting = f"eval.reference={name}"
     label = setting if name.endswith(SUFFIX) else f"{setting}: {path}"
+
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -158,6 +160,7 @@ def _read_header(head: list[str], label: str) -> Header:
             f"{label}: the header is missing: start the file with '# title: ...', '# source: ...',"
             " '# recipe: ...', '# epochs: ...', '# images: ...', '# classes: ...'"
         )
+
     try:
         content = yaml.safe_load("\n".join(line.removeprefix("#").strip() for line in head))
         header = Header.model_validate_json(json.dumps(content))
@@ -169,6 +172,7 @@ def _read_header(head: list[str], label: str) -> Header:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ValueError(f"{label}: header: {'; '.join(problems)}") from None
+
     if (header.epochs is None) == (header.steps is None):
         raise ValueError(f"{label}: the header needs either `epochs` or `steps`: add one of them")
     return header
@@ -184,7 +188,8 @@ def _read_runs(
         )
 
     names = [key for key in rows[0] if key not in (unit, "run")]
-    if unit not in rows[0] or "top1" not in names or {*names} - {*METRICS}:
+    has_required = {unit, "top1"} <= rows[0].keys()
+    if not has_required or {*names} - {*METRICS}:
         raise ValueError(
             f"{label}: expected the columns {unit} and top1, and optionally run, top5 and loss"
         )
@@ -199,11 +204,12 @@ def _read_runs(
             raise ValueError(f"{label}: line {number}: expected a number in every column")
         points.setdefault(row.get("run", ""), []).append(values)
 
+    is_percentage = [key in ("top1", "top5") for key in (unit, *names)]
     runs = []
     for run, rows_of_run in points.items():
         columns = np.array(rows_of_run).T
         place = columns[0]
-        percent = columns[[at for at, key in enumerate((unit, *names)) if key in ("top1", "top5")]]
+        percent = columns[is_percentage]
         if percent.min() < 0 or percent.max() > 100:
             raise ValueError(f"{label}: top1 and top5 must be percentages between 0 and 100")
         if place.min() < 0 or place.max() > length:
@@ -211,12 +217,12 @@ def _read_runs(
         if (np.diff(place) <= 0).any():
             of_run = f" of run {run}" if run else ""
             raise ValueError(f"{label}: the {unit}s{of_run} must ascend")
+
         runs.append({"share": place / length, **dict(zip(names, columns[1:], strict=True))})
     return tuple(runs)
 
 
-# --- comparison with a run
-# ---------------------------------------------------------------------------------
+# ---- comparison with a run -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -233,12 +239,12 @@ class Comparison:
     @property
     def length_note(self) -> str:
         """A note if the run and the reference differ in length, else ""."""
-        ours = float(self.plan.total_steps)
-        if self.reference.unit == "epoch":
-            ours = self.plan.total_steps / self.plan.steps_per_epoch
+        steps_per_unit = self.plan.steps_per_epoch if self.reference.unit == "epoch" else 1
+        ours = self.plan.total_steps / steps_per_unit
         theirs = self.reference.length
         if _is_same(ours, theirs):
             return ""
+
         return (
             f"this run has {ours:,.6g} {self.reference.unit}s, the reference {theirs:,.6g}: values"
             " are compared at the same share of both"
@@ -261,6 +267,7 @@ class Comparison:
         top1 = metrics["top1" + self._suffix]
         prefix = "averaged weights " if self._suffix else ""
         text = f"epoch {step / self.plan.steps_per_epoch:.4g}: {prefix}{top1:.2f} %"
+
         value = self.reference.at(share).get("top1")
         if value is None:
             edge = f"begins at {self.reference.moment(self.reference.first)}"
@@ -269,9 +276,8 @@ class Comparison:
             return f"{text} (the reference {edge})"
 
         moment = f" at its {self.reference.moment(share)}:" if self.length_note else ""
-        spread = ""
-        if (num_runs := len(self.reference.runs)) > 1:
-            spread = f", {num_runs} runs {value.low:.2f} to {value.high:.2f}"
+        num_runs = len(self.reference.runs)
+        spread = f", {num_runs} runs {value.low:.2f} to {value.high:.2f}" if num_runs > 1 else ""
         return f"{text} (reference{moment} {value.mean:.2f} %{spread}, {top1 - value.mean:+z.2f})"
 
     def curves(self) -> list[dict[str, list[float]]]:
@@ -318,6 +324,7 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
         refusal = f"its recipe has {recipe_steps:,.0f} steps, this run {plan.total_steps:,}"
     elif header.weights == "ema" and config.ema.decay is None:
         refusal = "its weights are averaged, and this run does not average weights (ema.decay)"
+
     return Comparison(reference, plan, refusal, is_of_other_data)
 
 
@@ -352,6 +359,7 @@ class ReferenceCurve(Hook):
             self._comparison = create_comparison(config, data.plan, data.sets[0][0].split)
         if not self._comparison.is_of_other_data:
             return Notes()
+
         self._is_recorded = True
         return Notes(
             lines=(
@@ -362,7 +370,8 @@ class ReferenceCurve(Hook):
 
     def begin(self, run: Run) -> None:
         """Log the published curve and its differences from this run, unless the run is finished."""
-        if self._is_recorded or not run.world.is_main or run.state.is_finished(run.plan):
+        is_due = run.world.is_main and not run.state.is_finished(run.plan)
+        if self._is_recorded or not is_due:
             return
         self._is_recorded = True
 
@@ -401,8 +410,9 @@ class ReferenceCurve(Hook):
         """Return the settings, and possibly the number of images, that differ from the recipe."""
         header = self._comparison.reference.header
         unlike = deviations(run.config, header.recipe, header.settings)
-        num_images = run.plan.steps_per_epoch * run.plan.global_batch_size
-        num_images += run.plan.dropped_per_epoch
+        num_images = (
+            run.plan.steps_per_epoch * run.plan.global_batch_size + run.plan.dropped_per_epoch
+        )
         if header.train_images not in (None, num_images):
             unlike.append(f"training images {header.train_images:,} -> {num_images:,}")
         return unlike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 from vit.config.io import dump_yaml, from_dict
@@ -32,25 +32,25 @@ _COLUMNS = 100
 
 def yaml_text(imported: Imported, out: Path | None) -> str:
     """Return the recipe as YAML in the style of configs/. out: the path of the YAML file."""
-    header = _header(imported, out)
     optimizer = imported.settings.get("optim.name", "adamw")
     # `data` and `train` have settings without a default.
     defaults = from_dict(
         {"data": {"root": ""}, "train": {"epochs": 1}, "optim": {"name": optimizer}}, "the defaults"
     ).model_dump(mode="json")
-    written = {
-        section: {
+
+    comments = dict(chain.from_iterable(f.comments.items() for f in imported.reading.findings))
+    comments["data.root"] = "shards of the images (docs/data.md)"
+    parts = [_header(imported, out)]
+    for section, settings in imported.sections.items():
+        written = {
             name: value
             for name, value in settings.items()
             if f"{section}.{name}" in _ALWAYS or value != defaults[section].get(name)
         }
-        for section, settings in imported.sections.items()
-    }
+        if written:
+            parts.append(dump_yaml({section: written}, comments))
 
-    comments = {k: v for f in imported.reading.findings for k, v in f.comments.items()}
-    comments["data.root"] = "shards of the images (docs/data.md)"
-    sections = [dump_yaml({name: group}, comments) for name, group in written.items() if group]
-    return header + "\n" + "\n".join(sections)
+    return "\n".join(parts)
 
 
 def account(imported: Imported) -> str:
@@ -61,8 +61,8 @@ def account(imported: Imported) -> str:
         f"{reading.table.program} ({reading.table.source}): {stated}"
         f" argument{'s' * (stated != 1)} stated, the rest are defaults"
     ]
-    counts = count(reading)
 
+    counts = count(reading)
     # Readers look for what differs, and most settings are the same.
     for verdict, heading in (
         ("differs", "differs"),
@@ -71,17 +71,21 @@ def account(imported: Imported) -> str:
     ):
         findings = [f for f in reading.findings if f.verdict == verdict]
         lines += ["", f"{heading}: {counts[verdict]}"]
-        lines += [line for f in findings for line in _finding_lines(reading, f)]
-        silent = [n for f in findings if not (f.settings or f.text) for n in f.theirs]
+        silent: list[str] = []
+        for finding in findings:
+            if finding.settings or finding.text:
+                lines += _finding_lines(reading, finding)
+            else:
+                silent += finding.theirs
         if silent:
             lines += wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
 
     inert = [f for f in reading.findings if f.verdict == "inert"]
     lines += ["", f"without effect in the source program: {counts['inert']}"]
-    for f in inert:
-        lines += wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
+    for finding in inert:
+        lines += wrapped(f"{', '.join(_flags(reading, finding.theirs))}: {finding.text}")
 
-    places = [n for f in reading.findings if f.verdict == "place" for n in f.theirs]
+    places = chain.from_iterable(f.theirs for f in reading.findings if f.verdict == "place")
     lines += [
         "",
         "paths, displays and devices (not part of a recipe): "
@@ -99,8 +103,6 @@ def count(reading: Reading) -> dict[str, int]:
 
 
 def _finding_lines(reading: Reading, finding: Mapped) -> list[str]:
-    if not finding.settings and not finding.text:
-        return []
     ours = ", ".join(f"{key}: {_shown(value)}" for key, value in finding.settings.items())
     theirs = ", ".join(_flags(reading, finding.theirs))
     parts = [part for part in (ours, theirs and f"<- {theirs}") if part]
@@ -119,6 +121,7 @@ def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
         if shared:
             return [".".join(same[0] for same in shared)]
         return list(dict.fromkeys(part[0] for part in parts))
+
     shown = []
     for name in names:
         value = reading.args[name]
@@ -131,6 +134,7 @@ def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
             items = value if isinstance(value, (list, tuple)) else [value]
             text = " ".join(map(_shown, items))
             shown.append(f"{flag} {text}" + ("" if name in reading.stated else " (default)"))
+
     return shown
 
 
@@ -159,17 +163,21 @@ def _header(imported: Imported, out: Path | None) -> str:
     lines = [f"# {name} at {size} px, as {reading.table.program} trains it.", "#"]
     lines += _entry("source", f"{reading.table.source}: defaults, and the arguments below")
     lines += _entry("stated", reading.source)
-    command = "torchrun --nproc_per_node=8 launch/train.py"
-    lines.append(f"# {'command':<10} {command} --config {out or 'FILE.yaml'} data.root=SHARDS")
+    lines.append(
+        f"# {'command':<10} torchrun --nproc_per_node=8 launch/train.py"
+        f" --config {out or 'FILE.yaml'} data.root=SHARDS"
+    )
     lines += _entry("published", "see the source")
     lines += _entry(
         "measured", "no; `python launch/recipe.py import` lists the settings that match"
     )
+
     for verdict, label in (("cannot", "missing"), ("differs", "differs")):
         for finding in reading.findings:
             if finding.verdict == verdict:
                 flags = ", ".join(_flags(reading, finding.theirs))
                 lines += _entry(label, f"{flags}: {finding.text}" if flags else finding.text)
+
     return "\n".join(lines) + "\n"
 
 
