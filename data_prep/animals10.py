@@ -93,27 +93,33 @@ def _by_class(
             outside.append(path)
         else:
             by_folder[folder].append(path)
+
     folders: dict[str, list[PurePosixPath]] = {name: [] for name in CLASS_NAMES}
     for folder in by_folder:
         folders[CLASS_OF[folder.name.lower()]].append(folder)
+
     problems = [
         f"{name} has {len(copies)} folders ({', '.join(map(str, copies))})"
         for name, copies in folders.items()
         if len(copies) > 1
     ]
-    if missing := [f"{name} ({italian})" for italian, name in ENGLISH.items() if not folders[name]]:
+    missing = [f"{name} ({italian})" for italian, name in ENGLISH.items() if not folders[name]]
+    if missing:
         problems.append(f"no images of {', '.join(missing)}")
-    roots = {folder.parent for folder in by_folder}
-    unknown = {
-        parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1
-    }
-    if unknown and by_folder:
+
+    unknown = set[str]()
+    for root in {folder.parent for folder in by_folder}:
+        below = [_below(path, root) for path in outside]
+        unknown.update(parts[0] for parts in below if len(parts) > 1)
+    if unknown:
         problems.append(f"unknown folders next to the class folders: {few(sorted(unknown))}")
+
     if problems:
         raise PrepError(
             f"{source}: {'; '.join(problems)}: provide each of the ten Animals-10 class folders,"
             f" such as raw-img/{next(iter(ENGLISH))}, exactly once"
         )
+
     return {name: (folder, by_folder[folder]) for name, [folder] in folders.items()}, outside
 
 
@@ -130,20 +136,22 @@ def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
 def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int = 0) -> Source:
     """Return a `Source` for Kaggle's zip or an unpacked folder.
 
-    fractions: the fractions of each class for train and val, or for train, val and test, which must
-    sum to 1. split_seed: the seed of the split. Raises PrepError if the path does not exist or the
-    fractions are invalid. Listing the images raises PrepError unless all ten classes exist.
+    Raises PrepError if the path does not exist or the fractions are invalid. Listing the images
+    raises PrepError unless all ten classes exist.
+
+    Args:
+        fractions: The fractions of each class for train and val, or for train, val and test, which
+            must sum to 1.
+        split_seed: The seed of the split.
     """
     require(path, "Kaggle's animals10 zip, or the folder it was unpacked into")
-    if (
-        len(fractions) not in (2, 3)
-        or any(not 0 < fraction < 1 for fraction in fractions)
-        or abs(sum(fractions) - 1) > 1e-6
-    ):
+    are_shares = all(0 < share < 1 for share in fractions) and abs(sum(fractions) - 1) <= 1e-6
+    if len(fractions) not in (2, 3) or not are_shares:
         raise PrepError(
             f"--fractions {' '.join(map(str, fractions))}: expected two fractions (train, val) or"
             " three (train, val, test) between 0 and 1 that sum to 1"
         )
+
     tree = open_tree(path)
     return Source(
         "animals10",
@@ -162,6 +170,7 @@ def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Buil
         keys = unique_keys([f"{name}/{'/'.join(_below(path, folder))}" for path in paths])
         shares = split_by_hash(keys, dict(zip(SPLITS, fractions, strict=False)), split_seed)
         add_images(builder, file, label, tree, "", dict(zip(keys, paths, strict=True)), shares)
+
     builder.report_held_out("val", fractions[1], "--fractions with {} for val")
     counts = {name: len(paths) for name, (_, paths) in by_class.items()}
     _note_differences(tree.file.resolve().name, counts, outside, builder)
@@ -179,6 +188,7 @@ def _note_differences(
             if count != OFFICIAL[animal]
         ]
         builder.report(f"{name}: {total}: {', '.join(differences)}")
+
     if outside:
         builder.report(  # _info.json records this text, so rewording changes the output.
             f"{name}: {len(outside):,} images outside the class folders are left out:"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +88,8 @@ PICKLES = frozenset(
     | {"cifar-100-python", "cifar-100-python.tar.gz", "meta"}
 )
 """Names of files and folders of the Python version."""
+
+
 # ---- the files -----------------------------------------------------------------------------------
 
 
@@ -99,6 +102,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[CifarKind, Pat
     kinds = [KINDS[classes]] if classes else list(KINDS.values())
     expected = " or ".join(f"{kind.archive} or its {', '.join(kind.files)}" for kind in kinds)
     require(source, f"{expected}, or use --download with a folder")
+
     candidates = [
         [source, *(source / kind.folder for kind in kinds)],
         [source / kind.archive for kind in kinds],
@@ -106,7 +110,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[CifarKind, Pat
     for places in candidates if source.is_dir() else [[source]]:
         names = {place: _names(place) for place in places if place.exists()}
         matches = [
-            (kind, place) for kind in kinds for place in names if names[place] & set(kind.files)
+            (kind, place) for kind, place in product(kinds, names) if names[place] & set(kind.files)
         ]
         if len(matches) > 1:
             several = " and ".join(f"{kind.name} in {place}" for kind, place in matches)
@@ -115,10 +119,14 @@ def find_place(source: Path, classes: int | None = None) -> tuple[CifarKind, Pat
             )
         if matches:
             return matches[0]
-    in_folder = {each.name for each in source.glob("*")}
-    problem = "found no CIFAR files"
-    if pickles := sorted(PICKLES & in_folder.union(*names.values())):
-        problem = f"{pickles[0]} is of CIFAR's Python version, whose pickles can run code"
+
+    all_names = {path.name for path in source.glob("*")}.union(*names.values())
+    pickles = sorted(PICKLES & all_names)
+    problem = (
+        f"{pickles[0]} is of CIFAR's Python version, whose pickles can run code"
+        if pickles
+        else "found no CIFAR files"
+    )
     raise PrepError(
         f"{source}: {problem}; expected the binary version, {expected}, or use --download"
     )
@@ -162,11 +170,14 @@ def _fill(kind: CifarKind, place: Path, builder: Builder) -> None:
         for name, content in _members(place, needed):
             if name in needed:
                 (folder / name).write_bytes(content)
-    if missing := [name for name in needed if not (folder / name).is_file()]:
+
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
         raise PrepError(
             f"{place}: these files are missing: {', '.join(missing)}; extract them from"
             f" {kind.archive}"
         )
+
     class_names = (folder / kind.class_names).read_text(errors="replace").split()
     if not len(class_names) == len(set(class_names)) == kind.num_classes:
         raise PrepError(
@@ -175,6 +186,7 @@ def _fill(kind: CifarKind, place: Path, builder: Builder) -> None:
             " classes, one per line"
         )
     builder.classes(class_names)
+
     record_bytes = kind.label_bytes + PIXEL_BYTES
     for name, (split, count) in kind.files.items():
         path = folder / name
@@ -184,6 +196,7 @@ def _fill(kind: CifarKind, place: Path, builder: Builder) -> None:
                 f"{place / name}: has {size:,} bytes, expected {count * record_bytes:,} ({count:,}"
                 f" records of {record_bytes:,} bytes): download the file again"
             )
+
         records = np.memmap(path, np.uint8, "r").reshape(count, record_bytes)
         add_records(
             builder,

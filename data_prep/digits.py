@@ -84,11 +84,13 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
         return np.clip(u + 0.5, 0, 1)
     if kind == "noise":
         return np.clip(_resize(uniform.array(5, 5), size), 0, 1)
+
     frequency = uniform.between(2, 4.5)
     phase = uniform.between(0, 2 * np.pi)
     waves = np.sin(2 * np.pi * frequency * u + phase)
     if kind == "stripes":
         return 0.5 + 0.5 * waves
+
     across = np.sin(2 * np.pi * frequency * v + phase)
     if kind == "checks":
         return 0.5 + 0.5 * np.tanh(3 * waves * across)
@@ -112,19 +114,21 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     """
     side = len(image)
     padded = np.pad(image, side // 2)  # Keep the rotated digit inside the image.
+
     angle = np.radians(uniform.between(-8, 8))
     # The number of padded pixels per output pixel. The digit fills a random 74 to 86 % of the
     # output's height.
     scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
     cos = np.cos(angle) * scale
     sin = np.sin(angle) * scale
-    middle = size / 2
     shift = 0.04 * size
-    cx, cy = middle + uniform.between(-shift, shift), middle + uniform.between(-shift, shift)
+    cx = size / 2 + uniform.between(-shift, shift)
+    cy = size / 2 + uniform.between(-shift, shift)
     affine = (cos, sin, side - cos * cx - sin * cy, -sin, cos, side + sin * cx - cos * cy)
     smooth = Image.fromarray(padded.astype(np.float32)).transform(
         (size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
     )
+
     edge = np.clip((np.asarray(smooth, np.float64) - 0.25) / 0.4, 0, 1)
     return edge * edge * (3 - 2 * edge)
 
@@ -132,6 +136,7 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than its background."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
+
     # Digits are always lighter than the background. If some were darker, a small ViT would need
     # twice as many epochs, too many for a first example.
     ground = uniform.between(0.06, 0.34)
@@ -140,9 +145,11 @@ def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     near = hue + uniform.between(-0.08, 0.08)
     saturation = uniform.between(0.25, 0.8)
     swing = uniform.between(0.03, 0.05)
+
     low = color(hue % 1, saturation, max(0.02, ground - swing))
     high = color(near % 1, saturation, min(0.98, ground + swing))
     background = low + (high - low) * texture(kind, size, uniform)[..., None]
+
     pen = color((hue + uniform.between(0.2, 0.8)) % 1, uniform.between(0.5, 1.0), ink)
     mask = digit_mask(digit, size, uniform)[..., None]
     return np.clip(np.rint(255 * (background + (pen - background) * mask)), 0, 255).astype(np.uint8)
@@ -181,6 +188,7 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
     pixels = builder.folder / "digits.bin"
     pixels.write_bytes(loaded.images.astype(np.uint8).tobytes())
     file = builder.file(pixels)
+
     fractions = {"train": 1 - VAL_FRACTION, "val": VAL_FRACTION}
     num_bytes = SIDE * SIDE
     for label in range(10):

@@ -66,25 +66,37 @@ def source(
 ) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
-    val_fraction: the fraction of each class to use as val, in [0, 1), by default 0.1. class_order:
-    one of CLASS_ORDERS, required only if the class names are numbers whose order is unclear.
-    label_column: the column with the classes in a list of labels, needed if several columns are
-    possible. no_classes: use all images without labels. max_unreadable: the maximum fraction of
-    images that may be in unsupported formats. out: the output folder. layout: one of LAYOUTS,
-    required only if it is unclear whether folders are splits or classes.
-
     Raises PrepError if `path` is missing, is not an archive or contains `out`, and like
     `read_layout`. Listing the images raises PrepError for missing or conflicting classes, an
     unclear class order, and too many images in unsupported formats.
+
+    Args:
+        val_fraction: The fraction of each class to use as val, in [0, 1), by default 0.1.
+        class_order: One of CLASS_ORDERS, required only if the class names are numbers whose order
+            is unclear.
+        label_column: The column with the classes in a list of labels, needed if several columns
+            are possible.
+        no_classes: Use all images without labels.
+        max_unreadable: The maximum fraction of images that may be in unsupported formats.
+        out: The output folder.
+        layout: One of LAYOUTS, required only if it is unclear whether folders are splits or
+            classes.
     """
     root = _open(path, no_classes)
     out_name = out.name if out is not None and out.parent == root.file.resolve() else None
     found = read_layout(root, layout, not no_classes, out_name, label_column)
+
     train = found.trees["train"]
-    if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
+    out_is_inside = out is not None and (
+        out == path.resolve() or out.is_relative_to(train.file.resolve())
+    )
+    if out_is_inside:
         raise PrepError(f"{out}: this folder is inside the source {path}: choose another --out")
-    if val_fraction is None and "val" not in found.trees and "test" in found.trees:
+
+    has_only_test = "test" in found.trees and "val" not in found.trees
+    if val_fraction is None and has_only_test:
         found.trees["val"] = found.trees.pop("test")
+
     options: dict[str, Any] = {}
     fractions = {"train": 1.0}
     if "val" in found.trees:
@@ -96,9 +108,11 @@ def source(
         fractions = {"train": 1 - val_fraction, "val": val_fraction}
     if not no_classes and train.folders():
         print(found.describe(root, fractions.get("val", 0.0)), flush=True)
+
     # Omit the defaults, because older data sets did not record them.
     choices = {"class_order": class_order, "layout": layout}
     options |= {name: value for name, value in choices.items() if value not in (None, "text")}
+
     fill = partial(_fill, found, fractions, max_unreadable, class_order)
     if no_classes:
         options["label"] = NO_LABEL
@@ -112,6 +126,7 @@ def _open(path: Path, no_classes: bool) -> Tree:
             path = inflate_tar(path)
             print(f"{path}: decompressed, because a compressed tar has no random access")
         return open_tree(path)
+
     expected = "a folder with one subfolder of images per class, or a zip or tar of such a folder"
     require(path, expected)
     if not path.is_dir():
@@ -128,15 +143,15 @@ def _fill(
 ) -> None:
     """Add the images of the class folders. fractions: the share of each split in train's folder."""
     train, *held_out = layout.trees.values()
-    names = list(layout.listed.class_names)
-    names = names or _in_order(train, train.folders(), class_order)
+    names = list(layout.listed.class_names) or _in_order(train, train.folders(), class_order)
     labels = _labels(train, names)
     builder.classes(names)
+
     ignored = Ignored()
-    of_train = {name: labels[_normalized(name)] for name in names}
-    _add_split(builder, train, of_train, fractions, ignored)
+    label_of = {name: labels[_normalized(name)] for name in names}
+    _add_split(builder, train, label_of, fractions, ignored)
+
     per_class = builder.count("train")
-    also = ignored.images_in_brackets()
     if not per_class.sum():
         if ignored.stray:
             raise PrepError(
@@ -148,20 +163,23 @@ def _fill(
             f"{train}: found no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders"
             f" ({'; '.join(ignored.summary()) or 'they are empty'}); expected <class>/<image>"
         )
-    if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
+    empty = [name for name, count in zip(names, per_class, strict=True) if not count]
+    if empty:
         raise PrepError(
-            f"{train}: these classes have no images: {', '.join(empty)}{also}; remove their folders"
-            " or add images"
+            f"{train}: these classes have no images: {', '.join(empty)}"
+            f"{ignored.images_in_brackets()}; remove their folders or add images"
         )
     if len(names) < 2:
         raise PrepError(
             f"{train}: contains only one class ({', '.join(names)}); expected at least two class"
             " folders"
         )
+
     for split, tree in zip(list(layout.trees)[1:], held_out, strict=True):
         _fill_held_out(split, tree, labels, ignored, builder)
         if split != "val":
             builder.report_held_out(split, 0.0, "")
+
     builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
     _check_ignored(ignored, max_unreadable, layout, builder)
 
@@ -188,17 +206,19 @@ def _fill_held_out(
     """Add the images of val or test. labels: maps normalized class names to labels."""
     names = tree.folders()
     _labels(tree, names)
-    if unknown := [
+    unknown = [
         name
         for name in names
         if _normalized(name) not in labels and any(tree.images(name, Ignored()))
-    ]:
+    ]
+    if unknown:
         raise PrepError(
             f"{tree}: these classes have no training folder: {', '.join(unknown)}; remove their"
             " folders, or add the classes to train"
         )
-    in_train = {name: labels[_normalized(name)] for name in names if _normalized(name) in labels}
-    _add_split(builder, tree, in_train, {split: 1.0}, ignored)
+
+    label_of = {name: labels[_normalized(name)] for name in names if _normalized(name) in labels}
+    _add_split(builder, tree, label_of, {split: 1.0}, ignored)
     if not builder.count(split).sum():
         raise PrepError(
             f"{tree}: contains no images in class folders; expected <class>/<image>, or remove the"
@@ -214,15 +234,18 @@ def _check_ignored(
         builder.report(f"the images in these folders are not used: {few(layout.unused)}")
     for note in layout.listed.notes:
         builder.report(note)
-    taken = int(sum(builder.count(split).sum() for split in {"val", *layout.trees}))
-    total = taken + ignored.num_images
-    if ignored.num_images > (allowed := allowed_unreadable(max_unreadable, total)):
+
+    num_added = int(sum(builder.count(split).sum() for split in {"val", *layout.trees}))
+    total = num_added + ignored.num_images
+    allowed = allowed_unreadable(max_unreadable, total)
+    if ignored.num_images > allowed:
         raise PrepError(
             f"{ignored.num_images:,} of {total:,} images would be skipped, more than the"
             f" {allowed:,} that --max-unreadable {max_unreadable} allows:"
             f" {'; '.join(ignored.summary())}. To skip them, use"
             f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )
+
     for line in ignored.summary():
         builder.report(line)
 
@@ -240,15 +263,17 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     by_name: dict[str, list[str]] = {}
     for name in names:
         by_name.setdefault(_normalized(name), []).append(name)
-    if twice := [
-        " and ".join(str(os.fsencode(name)) for name in same)
-        for same in by_name.values()
-        if len(same) > 1
-    ]:
+
+    # Only the bytes of such names differ.
+    pairs = [
+        " and ".join(map(str, map(os.fsencode, same))) for same in by_name.values() if len(same) > 1
+    ]
+    if pairs:
         raise PrepError(
             f"{folder}: these folder names are identical after Unicode normalization:"
-            f" {few(twice)}; merge or rename the folders"
+            f" {few(pairs)}; merge or rename the folders"
         )
+
     return {name: label for label, name in enumerate(by_name)}
 
 
@@ -259,15 +284,18 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     """
     by_text = sorted(names)
     texts = [name for name in by_text if not (name.isascii() and name.isdecimal())]
-    if class_order == "number" and (texts or not names):
+    are_numbers = bool(names) and not texts
+    if class_order == "number" and not are_numbers:
         raise PrepError(
             f"{folder}: --class-order number requires numeric class names, but one of them is"
             f" {(*texts, 'none')[0]}"
         )
+
     by_number = by_text if texts else sorted(names, key=lambda name: (int(name), name))
     differing = [k for k in range(len(names)) if by_text[k] != by_number[k]]
     if not differing or class_order is not None:
         return by_number if class_order == "number" else by_text
+
     label = differing[0]
     raise PrepError(
         f"{folder}: the class names are numbers, and label {label} is class {by_text[label]} in"
@@ -287,17 +315,20 @@ def _add_split(
     """Add the images of the given classes. fractions: maps splits to fractions of a class."""
     if "" not in labels:
         tree.count_stray(ignored)
+
     is_table = isinstance(tree, TableTree)
     for classes in _classes_with_common_keys(labels):
-        paths_of = {name: list(tree.images(name, ignored)) for name in classes}
-        paths = [
-            path if is_table and path.startswith(f"{name}/") else f"{name}/{path}".lstrip("/")
-            for name, of_class in paths_of.items()
-            for path in of_class
-        ]
+        images_of = {name: list(tree.images(name, ignored)) for name in classes}
+        paths = list[str]()
+        for name, images in images_of.items():
+            paths += [
+                path if is_table and path.startswith(f"{name}/") else f"{name}/{path}".lstrip("/")
+                for path in images
+            ]
+
         keys = iter(unique_keys(paths))
-        for name, of_class in paths_of.items():
-            path_of = dict(zip(islice(keys, len(of_class)), of_class, strict=True))
+        for name, images in images_of.items():
+            path_of = dict(zip(islice(keys, len(images)), images, strict=True))
             shares = split_by_hash(list(path_of), fractions)
             file = builder.file(tree.file_of(name))
             add_images(builder, file, labels[name], tree, name, path_of, shares)

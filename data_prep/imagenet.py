@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -85,9 +85,8 @@ def _take(
     label_of: Mapping[str, int],
     labels: Mapping[str, str],
     faults: Faults,
-) -> list[tuple[int, str, int]]:
-    """Return (row, key, label) for each valid image in a batch, and add all others to `faults`."""
-    valid = []
+) -> Iterator[tuple[int, str, int]]:
+    """Yield (row, key, label) for each valid image in a batch, and add all others to `faults`."""
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
@@ -96,10 +95,12 @@ def _take(
             if not name.startswith("."):  # macOS adds a metadata file `._x` for x.
                 faults["foreign" if is_image else "ignored"].append(name)
             continue
+
         key, in_name, appended = match.groups()
         expected = in_name if training else labels.get(key, "")
         in_row = images.wnids[row] if images.wnids is not None else appended
         wnid = images.wnid or in_row or expected
+
         if not wnid:
             faults["unlabeled"].append(name)
         elif expected and wnid != expected:
@@ -109,8 +110,7 @@ def _take(
         elif wnid not in label_of:
             faults["unknown"].append(wnid)
         else:
-            valid.append((row, key, label_of[wnid]))
-    return valid
+            yield row, key, label_of[wnid]
 
 
 def _add_split(
@@ -124,7 +124,9 @@ def _add_split(
         for images in layout.images(builder):
             if images.file not in files:
                 files[images.file] = builder.file(images.file)
-            if valid := _take(images, layout.split, label_of, labels, faults):
+
+            valid = list(_take(images, layout.split, label_of, labels, faults))
+            if valid:
                 rows, keys, numbers = (list(column) for column in zip(*valid, strict=True))
                 builder.add(
                     layout.split,
@@ -135,8 +137,10 @@ def _add_split(
                     images.sizes[rows],
                     keys,
                 )
+
             done += len(images.names)
             meter.update(done)
+
     return faults
 
 
@@ -148,6 +152,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
     lines = []
     if counts.sum() != NUM_IMAGES[split]:
         lines.append(f"{split}: {counts.sum():,} images instead of {NUM_IMAGES[split]:,}")
+
     low, high = PER_CLASS[split]
     for wrong, problem in (
         (counts == 0, "have no images"),
@@ -157,6 +162,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
         classes = [f"{class_names[k]} ({counts[k]})" for k in np.flatnonzero(wrong).tolist()]
         if classes:
             lines.append(f"{split}: {len(classes):,} classes {problem}: {few(classes)}")
+
     return lines
 
 
@@ -168,6 +174,7 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
     class_names = sorted(wnids.get("train", all_wnids))
     builder.classes(class_names)
     label_of = {wnid: label for label, wnid in enumerate(class_names)}
+
     errors = []
     partial_only = [layout.lacking for layout in search.layouts if layout.lacking]
     if len(class_names) != NUM_CLASSES:
@@ -176,35 +183,42 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
             f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
             + (f"; missing: {few(missing)}" if missing else "")
         )
+
     for layout in search.layouts:
         builder.note(f"{layout.split}: {layout.title} ({layout.path})")
         faults = _add_split(builder, layout, label_of, labels)
         errors += [
-            f"{layout.split}: {len(names):,} images {problem}: {few(names)}; {hint}"
+            f"{layout.split}: {len(faults[kind]):,} images {problem}: {few(faults[kind])}; {hint}"
             for kind, (problem, hint) in FAULTS.items()
-            if (names := faults[kind])
+            if faults[kind]
         ]
+
         if unknown := Counter(faults["unknown"]):
             classes = [f"{wnid} ({count})" for wnid, count in sorted(unknown.items())]
             partial_only.append(
                 f"{layout.split}: {unknown.total():,} images of unknown classes:"
                 f" {few(classes)}; train has none of them"
             )
-        if ignored := faults["ignored"]:
+        if faults["ignored"]:
             builder.note(
-                f"{layout.split}: {len(ignored):,} files that are no images are left out:"
-                f" {few(ignored)}"
+                f"{layout.split}: {len(faults['ignored']):,} files that are no images are left out:"
+                f" {few(faults['ignored'])}"
             )
+
         if not builder.count(layout.split).sum() and not errors:
             errors.append(f"{layout.split}: no images in {layout.path}")
         partial_only += differences(layout.split, class_names, builder.count(layout.split))
-    if errors or (partial_only and not allow_partial):
-        lines = NEXT_LINE.join(errors if allow_partial else errors + partial_only)
+
+    problems = errors if allow_partial else errors + partial_only
+    if problems:
         hint = (
             "\nadd the missing files (--md5 checks the archives), or use --partial to accept the"
             " source"
         )
-        raise PrepError(f"this source is not ImageNet-1k:\n  {lines}{'' if errors else hint}")
+        raise PrepError(
+            f"this source is not ImageNet-1k:\n  {NEXT_LINE.join(problems)}{'' if errors else hint}"
+        )
+
     if len(class_names) < NUM_CLASSES and allow_partial:
         partial_only.append(  # _info.json records this text, so rewording changes the output.
             f"labels are positions among {len(class_names):,} classes: not the labels of published"
@@ -236,15 +250,18 @@ def check_md5(paths: Sequence[Path]) -> None:
     official = {path: MD5[path.name] for path in paths if path.name in MD5}
     if not official:
         print(f"md5: none of these files has a published md5; expected {', '.join(MD5)}")
+
     wrong = []
     for path, expected in official.items():
-        if (md5 := checksum_of(path, "md5")) == expected:
+        md5 = checksum_of(path, "md5")
+        if md5 == expected:
             print(f"md5 of {path.name}: correct", flush=True)
         else:
             wrong.append(
                 f"{path} ({path.stat().st_size:,} bytes) has md5 {md5}; expected {expected};"
                 " download it again"
             )
+
     if wrong:
         raise PrepError(NEXT_LINE.join(wrong))
 
@@ -253,16 +270,18 @@ def _check_splits(search: Search, allow_partial: bool) -> None:
     """Raise PrepError if a split is missing, or if a flat val folder has no label file."""
     splits = {layout.split for layout in search.layouts}
     expected = {"train": f"{TRAIN_TAR}, <wnid>.tar, train/<wnid>/", "val": f"{VAL_TAR}, val/"}
+    one_is_enough = allow_partial and bool(splits)
     problems = [
         f"no images of {split} found; expected one of {files}, Kaggle's .zip or {split}*-*.parquet"
         for split, files in expected.items()
-        if split not in splits and not (allow_partial and splits)
+        if split not in splits and not one_is_enough
     ]
     if any(layout.flat for layout in search.layouts) and not search.labels:
         problems.append(
             "val is a flat folder or archive without a file that labels its images: add one of"
             f" these files: {LABEL_FILES}"
         )
+
     if problems:
         raise PrepError(NEXT_LINE.join(problems + search.remarks))
 
@@ -270,9 +289,12 @@ def _check_splits(search: Search, allow_partial: bool) -> None:
 def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False) -> Source:
     """Find ImageNet-1k in the given files and folders, and print the layout.
 
-    allow_partial: accept and report missing images, classes or splits. md5: check the md5 of the
-    archives first. Raises PrepError for problems that are visible without listing the images.
-    `fill` lists the images.
+    Raises PrepError for problems that are visible without listing the images. `fill` lists the
+    images.
+
+    Args:
+        allow_partial: Accept and report missing images, classes or splits.
+        md5: Check the md5 of the archives first.
     """
     search = find_layouts(paths)
     _check_splits(search, allow_partial)
@@ -280,6 +302,7 @@ def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False
         print(f"{layout.split}: {layout.title} ({layout.path})", flush=True)
     for labels in search.labels:
         print(f"labels of val: {labels.title} ({labels.path})", flush=True)
+
     parts = [
         *(layout.inputs for layout in search.layouts),
         *(file.inputs for file in search.labels),
@@ -287,6 +310,7 @@ def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False
     inputs = list(dict.fromkeys(chain(*parts)))
     if md5:
         check_md5(inputs)
+
     return Source(
         "imagenet", {"partial": allow_partial}, partial(fill, search, allow_partial), read, inputs
     )

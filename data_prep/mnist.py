@@ -109,38 +109,37 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
             f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected a"
             " folder with the four idx files"
         )
+
     expected = VARIANTS[variant]
     places = [folder, folder / "raw", folder / expected.torchvision_folder / "raw"]
-    candidates = {place: files for place in places if (files := _files_in(place, expected))}
+    files_in = {place: _files_in(place, expected) for place in places}
+    candidates = [place for place, files in files_in.items() if files]
     if len(candidates) > 1:
         raise PrepError(
             f"found idx files in several folders ({', '.join(map(str, candidates))}): pass"
             " one of them as SOURCE"
         )
-    place, files = next(iter(candidates.items()), (folder, {}))
-    if missing := [name for name in expected.md5 if name not in files]:
+
+    place = candidates[0] if candidates else folder
+    missing = [name for name in expected.md5 if name not in files_in[place]]
+    if missing:
         raise PrepError(
             f"{place}: missing files: {', '.join(missing)} (with or without .gz); download them"
             f" from {expected.url}, or use --download or another --variant"
         )
-    return files
+
+    return files_in[place]
 
 
 def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
     """Return the files of `variant` in a folder. Some mirrors replace the first dash with a dot."""
-    spellings = {
-        name: [
-            folder / f"{stem}{extension}"
-            for extension in ("", ".gz")
-            for stem in (name, name.replace("-idx", ".idx"))
-        ]
-        for name in variant.md5
-    }
-    return {
-        name: path
-        for name, paths in spellings.items()
-        if (path := next(filter(Path.is_file, paths), None))
-    }
+    files = dict[str, Path]()
+    for name in variant.md5:
+        dotted = name.replace("-idx", ".idx")
+        for spelling in (f"{dotted}.gz", f"{name}.gz", dotted, name):  # the last one is preferred
+            if (folder / spelling).is_file():
+                files[name] = folder / spelling
+    return files
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> bytes:
@@ -156,6 +155,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> bytes:
     with readable(path, DAMAGE, "not a complete gzip file"), opened(path, "rb") as file:
         # Limit the size, because a hostile file may decompress to any size.
         content = file.read(num_bytes + 1)
+
     if len(content) != num_bytes or not content.startswith(expected):
         size = f"{len(content):,} bytes" if len(content) <= num_bytes else "more"
         raise PrepError(
@@ -163,6 +163,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> bytes:
             f" {expected.hex()}, found {size} that begin with {content[:8].hex()}; copy or download"
             " the file again"
         )
+
     return content
 
 
@@ -179,11 +180,13 @@ def source(folder: Path, variant: str = "mnist") -> Source:
         # Only the md5 hashes of the official compressed files distinguish the variants.
         variants = {other.md5[name]: key for key, other in VARIANTS.items()}
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
-        if (owner := variants.get(md5, variant)) != variant:
+        owner = variants.get(md5, variant)
+        if owner != variant:
             raise PrepError(
                 f"{path}: this file belongs to {VARIANTS[owner].torchvision_folder};"
                 f" use --variant {owner}"
             )
+
     return Source(
         "mnist",
         {"variant": variant},
@@ -196,14 +199,17 @@ def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
         labels_file = files[f"{part}-labels-idx1-ubyte"]
-        content = read_idx(labels_file, (count,))
-        labels = np.frombuffer(content, np.uint8, offset=HEADER_BYTES["labels"])
+        labels = np.frombuffer(
+            read_idx(labels_file, (count,)), np.uint8, offset=HEADER_BYTES["labels"]
+        )
+
         name = f"{part}-images-idx3-ubyte"
-        content = read_idx(files[name], (count, SIDE, SIDE))
         images_file = files[name]
+        content = read_idx(images_file, (count, SIDE, SIDE))
         if images_file.suffix == ".gz":
             images_file = builder.folder / name
             images_file.write_bytes(content)
+
         add_records(
             builder,
             split,
@@ -223,8 +229,7 @@ def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
 
 def _source(args: argparse.Namespace) -> Source:
     variant = VARIANTS[args.variant]
-    md5 = {f"{name}.gz": md5 for name, md5 in variant.md5.items()}
-    download_if_asked(args, md5, variant.url)
+    download_if_asked(args, {f"{name}.gz": md5 for name, md5 in variant.md5.items()}, variant.url)
     return source(args.source, args.variant)
 
 

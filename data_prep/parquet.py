@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -66,15 +66,23 @@ def find_files(source: Path) -> dict[str, list[Path]]:
             f"{source}: found no .parquet files{kinds}; expected <split>-*.parquet, as written by"
             " Dataset.to_parquet of `datasets`"
         )
+
     splits = defaultdict[str, list[Path]](list)
+    folders = defaultdict[str, set[str]](set)
+    default = "train" if len(paths) == 1 else ""  # A single file needs no split in its name.
     for path in paths:
-        splits[_split_of(path, source) or "train" * (len(paths) == 1)].append(path)
+        split = _split_of(path, source) or default
+        splits[split].append(path)
+        folders[split].add(str(path.parent))
+
     problems = [
-        f"files of {split} are in several folders ({few(folders)}): pass the folder of one data set"
-        for split, files in splits.items()
-        if len(folders := sorted({str(path.parent) for path in files})) > 1
+        f"files of {split} are in several folders ({few(sorted(places))}): pass the folder of one"
+        " data set"
+        for split, places in folders.items()
+        if len(places) > 1
     ]
-    if unclear := [path.name for path in splits.pop("", [])]:
+    unclear = [path.name for path in splits.pop("", [])]
+    if unclear:
         problems.append(
             f"no split in the names {few(unclear)}: rename these files to train-*, validation-* or"
             " test-*, or move them away"
@@ -83,12 +91,13 @@ def find_files(source: Path) -> dict[str, list[Path]]:
         problems.append("no training files: add train-*.parquet")
     if problems:
         raise PrepError(f"{source}: {NEXT_LINE.join(problems)}")
+
     return {split: splits[split] for split in ("train", "val", "test") if split in splits}
 
 
 def _split_of(path: Path, source: Path) -> str | None:
     parts = (path.stem, *reversed(path.relative_to(source).parts[:-1]))
-    words = [word for part in parts for word in re.split("[^a-z]+", part.lower())]
+    words = re.split("[^a-z]+", "/".join(parts).lower())
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
@@ -110,6 +119,11 @@ class FileLabels(NamedTuple):
         return self.counts.keys() - set(NO_LABEL)
 
     @property
+    def classes(self) -> set[Any]:
+        """The classes of all labels, as returned by `class_of`."""
+        return {self.class_of(value) for value in self.values}
+
+    @property
     def has_names(self) -> bool:
         """Whether the classes of this file have names."""
         return bool(self.names) or any(isinstance(value, str | bool) for value in self.values)
@@ -127,7 +141,7 @@ class FileLabels(NamedTuple):
 
     def describe(self) -> str:
         """Return the file name and its classes for a message."""
-        names = self.names or sorted({str(self.class_of(value)) for value in self.values})
+        names = self.names or sorted({str(name) for name in self.classes})
         return f"{self.path.name} ({few(names)})"
 
 
@@ -141,15 +155,17 @@ def read_labels(path: Path, columns: Columns, readmes: Sequence[Path]) -> FileLa
 def choose_columns(
     path: Path, readmes: Sequence[Path], image: str | None, label: str | None
 ) -> Columns:
-    """Choose the columns from a file's schema. image, label: column names given by the user.
+    """Choose the columns from a file's schema. Raises PrepError.
 
-    Raises PrepError.
+    Args:
+        image: The name of the image column, if the user gave one.
+        label: The name of the label column, if the user gave one.
     """
     with open_parquet(path) as file:
         schema = file.schema_arrow
     features = recorded_features(schema, readmes)
     names = schema.names
-    images = features.images or [name for name in names if image_fields(schema, name)]
+
     usual = [name for name in names if name.lower() in LABEL_NAMES]
     suitable = [name for name in usual if not label_problem(schema, name)]
     texts_or_integers = [
@@ -160,12 +176,15 @@ def choose_columns(
     # A column named `label` is preferred to a caption, even if its type is not accepted.
     labels = list(features.class_names) or suitable or usual or texts_or_integers
     label = choose_column(path, "--label-column", label, labels, names)
+
+    images = features.images or [name for name in names if image_fields(schema, name)]
     images = [name for name in images if name != label]
     if not images and image is None:
         raise PrepError(
             f"{path}: no column contains images (bytes, or bytes and path): the columns are "
             + ", ".join(f"{name} ({schema.field(name).type})" for name in names)
         )
+
     return Columns(choose_column(path, "--image-column", image, images, names, IMAGE_NAMES), label)
 
 
@@ -175,57 +194,61 @@ def _classes(files: Mapping[str, Sequence[FileLabels]]) -> list[Any]:
     files: the files of each split with labels, train first. If the training files record class
     names, these are the classes, in the order of the first file.
     """
-    if recorded := dict.fromkeys(name for file in files["train"] for name in file.names):
+    recorded = dict.fromkeys(chain.from_iterable(file.names for file in files["train"]))
+    if recorded:
         return list(recorded)
-    values = {
-        file.class_of(value)
-        for of_split in files.values()
-        for file in of_split
-        for value in file.values
-    } - {None}
-    are_numbers = all(str(value).isdecimal() for value in values)
-    return sorted(values, key=int if are_numbers else str)
+
+    classes = set[Any]().union(*(file.classes for file in chain(*files.values()))) - {None}
+    are_numbers = all(str(name).isdecimal() for name in classes)
+    return sorted(classes, key=int if are_numbers else str)
 
 
-def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any]) -> list[str]:
-    problems = []
-    for split, of_split in files.items():
-        counts = sum((file.counts for file in of_split), Counter[Any]())
-        if lacking := sum(counts[value] for value in NO_LABEL):
-            problems.append(
-                f"{split}: {lacking:,} of {counts.total():,} images have no label (null, -1 or"
-                " empty): remove these rows"
+def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any]) -> Iterator[str]:
+    for split, split_files in files.items():
+        counts = sum((file.counts for file in split_files), Counter[Any]())
+        num_unlabeled = sum(counts[value] for value in NO_LABEL)
+        if num_unlabeled:
+            yield (
+                f"{split}: {num_unlabeled:,} of {counts.total():,} images have no label (null, -1"
+                " or empty): remove these rows"
             )
     if len(classes) < 2:
-        problems.append(
+        yield (
             f"train: only one class ({', '.join(map(str, classes))}): provide at least two, or use"
             " another --label-column"
         )
+
     labeled = [file for file in chain(*files.values()) if file.values]
     named = [file for file in labeled if file.has_names]
-    if named and (numbered := [file for file in labeled if not file.has_names]):
-        return [
-            *problems,
+    numbered = [file for file in labeled if not file.has_names]
+    if named and numbered:
+        yield (
             f"{numbered[0].describe()} has numbers as labels and no class names, but"
-            f" {named[0].describe()} has names: record the class names in all files",
-        ]
+            f" {named[0].describe()} has names: record the class names in all files"
+        )
+        return
+
     for file in labeled:
-        if wrong := [
+        wrong = [
             str(value)
             for value in sorted(file.values, key=str)
             if file.class_of(value) is None or isinstance(value, float)
-        ]:
-            outside = f"outside the {len(file.names):,} classes"
-            kind = outside if file.names else "that are not whole numbers"
-            problems.append(f"{file.path.name}: labels {kind}: {few(wrong)}: correct them")
-        unknown = {file.class_of(value) for value in file.values} - {*classes, None}
+        ]
+        if wrong:
+            kind = (
+                f"outside the {len(file.names):,} classes"
+                if file.names
+                else "that are not whole numbers"
+            )
+            yield f"{file.path.name}: labels {kind}: {few(wrong)}: correct them"
+
+        unknown = file.classes - {*classes, None}
         if unknown and file.has_names:
-            problems.append(
+            yield (
                 f"{file.describe()} has images of {few(sorted(map(str, unknown)))}, which"
                 f" {files['train'][0].describe()} does not list: add this class there, or remove"
                 " these images"
             )
-    return problems
 
 
 # ---- the source ----------------------------------------------------------------------------------
@@ -240,22 +263,30 @@ def source(
 ) -> Source:
     """Return a `Source` for parquet files.
 
-    image, label: column names, needed if several are possible. val_fraction: the fraction of each
-    class to use as val, allowed only if there is no val split. allow_partial: accept missing files
-    and classes without images. Raises PrepError for missing files and ambiguous columns. Listing
-    the images raises PrepError for missing or unknown labels.
+    Raises PrepError for missing files and ambiguous columns. Listing the images raises PrepError
+    for missing or unknown labels.
+
+    Args:
+        image: The name of the image column, needed if several are possible.
+        label: The name of the label column, needed if several are possible.
+        val_fraction: The fraction of each class to use as val, allowed only if there is no val
+            split.
+        allow_partial: Accept missing files and classes without images.
     """
     files = find_files(path)
     refuse_val_fraction(val_fraction, *files.get("val", ()))
+
     first = files["train"][0]
     readmes = [folder / "README.md" for folder in (first.parent, first.parent.parent)]
     readmes = [readme for readme in readmes if os.path.lexists(readme)]
     columns = choose_columns(first, readmes, image, label)
-    numbers = ", ".join(f"{split} {len(of_split)}" for split, of_split in files.items())
+
+    numbers = ", ".join(f"{split} {len(paths)}" for split, paths in files.items())
     print(
         f"parquet files: {numbers}; images: column {columns.image}; labels: {columns.label}",
         flush=True,
     )
+
     return Source(
         "parquet",
         {
@@ -282,42 +313,47 @@ def _fill(
         split: [read_labels(path, columns, readmes) for path in paths]
         for split, paths in files.items()
     }
-    for split, of_split in list(labels.items()):
-        if split != "train" and not any(file.values for file in of_split):
+    for split, split_labels in list(labels.items()):
+        if split != "train" and not any(file.values for file in split_labels):
             builder.report(f"{split}: has no image with a label, and is left out")
             del labels[split]
+
     classes = _classes(labels)
-    incomplete = [line for split in labels if (line := missing_files(split, files[split]))]
-    in_train = {file.class_of(value) for file in labels["train"] for value in file.values}
-    if empty := [str(name) for name in classes if name not in in_train]:
+    incomplete = list(filter(None, (missing_files(split, files[split]) for split in labels)))
+    in_train = set[Any]().union(*(file.classes for file in labels["train"]))
+    empty = [str(name) for name in classes if name not in in_train]
+    if empty:
         incomplete.append(
             f"train: no images of classes that are listed or in another split: {few(empty)}"
         )
-    problems = _problems(labels, classes)
+
+    problems = list(_problems(labels, classes))
     if incomplete and not allow_partial:
         problems += [*incomplete, "add the missing files, or accept the source with --partial"]
     if problems:
         raise PrepError(f"{files['train'][0].parent}: {NEXT_LINE.join(problems)}")
     for line in incomplete:
         builder.report(f"partial: {line}")
+
     builder.classes(list(map(str, classes)))
     label_of = {name: label for label, name in enumerate(classes)}
     test_is_val = "val" not in labels and val_fraction is None
-    for split, of_split in labels.items():
+    for split, split_labels in labels.items():
         first = 0
-        for rows, file in zip(spool(files[split], builder, columns), of_split, strict=True):
-            labels_of_file = {value: label_of[file.class_of(value)] for value in file.values}
+        for rows, file in zip(spool(files[split], builder, columns), split_labels, strict=True):
+            label_of_value = {value: label_of[file.class_of(value)] for value in file.values}
             stems = [os.path.splitext(os.path.basename(name))[0] for name in rows.names]
             builder.add(
                 "val" if split == "test" and test_is_val else split,
                 builder.file(rows.file),
                 names=[name or f"row {first + row}" for row, name in enumerate(rows.names)],
-                labels=[labels_of_file[value] for value in rows.labels],
+                labels=[label_of_value[value] for value in rows.labels],
                 offsets=rows.offsets,
                 sizes=rows.sizes,
                 keys=[f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
             )
             first += len(stems)
+
     held_out = 0.0
     if not builder.count("val").any():
         held_out = VAL_FRACTION if val_fraction is None else val_fraction
