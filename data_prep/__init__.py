@@ -11,15 +11,14 @@ if sys.version_info < (3, 11):  # noqa: UP036
         file=sys.stderr,
     )
     raise SystemExit(2)
+
 _missing = [
     package for package in ("numpy", "PIL", "rich") if importlib.util.find_spec(package) is None
 ]
 if _missing:
-    _remedy = (
-        "activate the environment (source .venv/bin/activate), or pip install -r requirements.txt"
-    )
     print(
-        f"error: {', '.join(_missing)} is not installed for {sys.executable}: {_remedy}",
+        f"error: {', '.join(_missing)} is not installed for {sys.executable}: activate the"
+        " environment (source .venv/bin/activate), or pip install -r requirements.txt",
         file=sys.stderr,
     )
     raise SystemExit(2)

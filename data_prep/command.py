@@ -215,7 +215,10 @@ def command_line(
 ) -> Main:
     """Return the `main` function of `data_prep.<name>`.
 
-    groups: the flags under each heading of --help; "" means no heading. command, remedy: see `run`.
+    Args:
+        groups: The flags under each heading of --help. "" means no heading.
+        command: See `run`.
+        remedy: See `run`.
     """
 
     def main(argv: list[str] | None = None) -> int:
@@ -240,8 +243,10 @@ def source_command(
 ) -> Main:
     """Return the `main` function of `data_prep.<name>`, which writes shards from a source.
 
-    flags: the source's own flags, listed before the shared flags. make: a function that creates the
-    source. apply_exif: the default of --apply-exif.
+    Args:
+        flags: The source's own flags, listed before the shared flags.
+        make: A function that creates the source.
+        apply_exif: The default of --apply-exif.
     """
     exif = {**IMAGES_FLAGS["--apply-exif"], "default": apply_exif}
     return command_line(
@@ -284,11 +289,12 @@ def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
         minival=args.minival,
         max_unreadable=args.max_unreadable,
     )
-    if not args.dry_run:
+
+    if args.dry_run:
+        with make_plan(source, args.out, settings, dry=True) as plan:
+            print(_summary(plan))
+    else:
         write(source, args.out, settings)
-        return
-    with make_plan(source, args.out, settings, dry=True) as plan:
-        print(_summary(plan))
 
 
 def _summary(plan: WritePlan) -> str:
@@ -301,16 +307,19 @@ def _summary(plan: WritePlan) -> str:
         lines.append(
             f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{longest}"
         )
+
     sizes = plan.output.sizes()
     part = [plan.work[k].name for k in choose_part(plan.settings.part, plan.counts)]
     missing = [name for name in part if not {f"{name}.tar", f"{name}.json"} <= sizes.keys()]
     lines.append(f"  to write: {len(missing):,} of {len(part):,} shards of {len(plan.work):,}")
+
     share = len(missing) / len(plan.work)
     needed = plan.num_bytes * share
     disk = f"  disk: about {format_bytes(needed)}"
     if (free := plan.output.free_bytes()) is not None:
         disk += f", {format_bytes(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
     lines.append(disk)
+
     if math.isfinite(plan.seconds_per_image):
         workers = plan.settings.workers
         seconds = sum(catalog.splits.values()) * share * plan.seconds_per_image / workers
@@ -319,6 +328,7 @@ def _summary(plan: WritePlan) -> str:
             f"  time: about {duration(seconds)} with {workers} processes ({speed}, measured on a"
             " few images; a slow disk can take longer)"
         )
+
     return "\n".join([*lines, f"nothing was written to {plan.output}"])
 
 
@@ -357,6 +367,7 @@ def run(command: Command, args: argparse.Namespace, remedy: str) -> int:
     finally:
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
+
     return 2
 
 

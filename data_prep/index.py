@@ -80,9 +80,12 @@ def index(
 ) -> None:
     """Index the tars of a folder, and write all missing files next to the tars or to `out`.
 
-    roots: one folder, one folder URL, or tar URLs, which may contain braces. split: the split of
-    all shards, if their names do not contain one. max_unreadable: the maximum fraction of invalid
-    samples. Raises PrepError or ShardError.
+    Raises PrepError or ShardError.
+
+    Args:
+        roots: One folder, one folder URL, or tar URLs, which may contain braces.
+        split: The split of all shards, if their names do not contain one.
+        max_unreadable: The maximum fraction of invalid samples.
     """
     source, names = locate(roots)
     output = choose_output(source, out)
@@ -96,11 +99,13 @@ def index(
     else:
         files = names or (sorted(source.sizes()) if isinstance(source, Output) else [])
         splits = group_by_split(files, str(source), split)
+
     if own_info is not None and tars_by_split(own_info) != splits:
         raise PrepError(
             f"{output}: its _info.json lists different shards from those given: move _info.json"
             " away, or choose another --out"
         )
+
     split_of_tar = {name: split for split, listed in splits.items() for name in listed}
     tars = list(split_of_tar)
     check_present(source, tars)
@@ -108,12 +113,14 @@ def index(
     layout, class_names = choose_layout(
         flags, own_info or given_info, str(output if own_info else source), first_tar
     )
+
     rows_of = {} if output is source and output.local else known_rows(output, own_info)
     jobs = [
         (index_shard, IndexedShard(source, output, name, split, layout, rows_of.get(name)), name)
         for name, split in split_of_tar.items()
     ]
     indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
+
     sidecars = {name: indexed[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
     invalid = [each for each in entries if "tar_offset" in each]  # Our writer adds no offsets.
@@ -122,6 +129,7 @@ def index(
         if info is not None:
             compare_shards(output, info, indexed)
     classes = choose_classes(own_info or given_info, class_names, indexed)
+
     with output.staging() as folder:
         for name, filenames in splits.items():
             rows = [indexed[filename].rows for filename in filenames]
@@ -129,6 +137,7 @@ def index(
             output.publish(folder / f"{name}.index.npy")
             print(f"{name}: {sum(map(len, rows)):,} samples in {len(rows)} shards")
     write_quarantine(output, entries)
+
     info = own_info
     if info is None:
         extra: dict[str, Any] = {} if output is source else {"shards_at": bare(str(source))}
@@ -140,16 +149,12 @@ def index(
         output.write_json("_info.json", info)
     _clean(output, tars, is_ours=output is not source)
     write_readme(output, info)
+
     num_classes = classes["num_classes"]
-    fits = ", matches the existing _info.json" if own_info else ""
-    print(f"{output}: indexed, {counted(num_classes, 'class', 'classes')}{fits}")
+    agreement = ", matches the existing _info.json" if own_info else ""
+    print(f"{output}: indexed, {counted(num_classes, 'class', 'classes')}{agreement}")
     _print_notes(output, splits, invalid, indexed, num_classes)
-    use = f"train on it with {_settings(output, list(splits))}"
-    if not num_classes:
-        use = f"classify its images with: python launch/predict.py {quote(str(output))}"
-    if output is source and output.local:
-        use += f"; check it with: python -m data_prep.verify {quote(str(output))}"
-    print(use)
+    _print_use(output, list(splits), num_classes, is_ours=output is not source)
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
@@ -173,9 +178,13 @@ def _print_notes(
             f"skipped {counted(len(invalid), 'invalid sample')}, listed in"
             f" {output}/quarantine.jsonl; the first: {_describe(invalid[0])}"
         )
-    ignored = (Counter(each.sidecar.get("ignored", {})) for each in indexed.values())
-    if total := sum(ignored, Counter[str]()):
-        print(f"note: {describe_ignored(total)}")
+
+    ignored = sum(
+        (Counter(each.sidecar.get("ignored", {})) for each in indexed.values()), Counter[str]()
+    )
+    if ignored:
+        print(f"note: {describe_ignored(ignored)}")
+
     labels = np.unique(np.concatenate([each.rows["label"] for each in indexed.values()]))
     empty = [str(label) for label in np.setdiff1d(np.arange(num_classes), labels)]
     if empty:
@@ -183,6 +192,7 @@ def _print_notes(
             f"note: labels are {labels[0]} to {labels[-1]}; models also get an output for classes"
             f" without images: {few(empty)}"
         )
+
     _print_repeated(output, splits, indexed)
 
 
@@ -193,11 +203,13 @@ def _print_repeated(
     by_sha256 = defaultdict[str, list[str]](list)
     for name, each in indexed.items():
         by_sha256[each.sidecar["sha256"] or name].append(name)
-    for names in (names for names in by_sha256.values() if len(names) > 1):
-        print(
-            f"note: {few(sorted(names))} have the same bytes: move _info.json and all but one of"
-            " them away, and run this command again"
-        )
+    for names in by_sha256.values():
+        if len(names) > 1:
+            print(
+                f"note: {few(sorted(names))} have the same bytes: move _info.json and all but one"
+                " of them away, and run this command again"
+            )
+
     for split, names in splits.items():
         _, counts = np.unique(
             np.concatenate([indexed[name].keys for name in names]), return_counts=True
@@ -219,15 +231,24 @@ def _refuse_invalid(
     """Raise PrepError if too many samples are invalid. The message states the fraction to allow."""
     total = sum(sidecar["num_samples"] for sidecar in sidecars.values()) + len(invalid)
     allowed = allowed_unreadable(max_unreadable, total)
-    if len(invalid) <= allowed:
-        return
-    lines = [_describe(entry) for entry in invalid]
-    raise PrepError(
-        f"{len(invalid):,} of {total:,} samples are invalid, more than the {allowed:,} that"
-        f" --max-unreadable {max_unreadable} allows. Repair them, select other members (--image,"
-        f" --label), or skip them (--max-unreadable {share_to_allow(len(invalid), total)}):"
-        f"\n  {few(lines, 20, NEXT_LINE)}"
-    )
+    if len(invalid) > allowed:
+        lines = [_describe(entry) for entry in invalid]
+        raise PrepError(
+            f"{len(invalid):,} of {total:,} samples are invalid, more than the {allowed:,} that"
+            f" --max-unreadable {max_unreadable} allows. Repair them, select other members"
+            f" (--image, --label), or skip them (--max-unreadable"
+            f" {share_to_allow(len(invalid), total)}):\n  {few(lines, 20, NEXT_LINE)}"
+        )
+
+
+def _print_use(output: Output, splits: list[str], num_classes: int, is_ours: bool) -> None:
+    """Print how to train on the data set, or classify its images, and how to check it."""
+    use = f"train on it with {_settings(output, splits)}"
+    if not num_classes:
+        use = f"classify its images with: python launch/predict.py {quote(str(output))}"
+    if output.local and not is_ours:
+        use += f"; check it with: python -m data_prep.verify {quote(str(output))}"
+    print(use)
 
 
 def _settings(output: Output, splits: list[str]) -> str:
@@ -235,6 +256,7 @@ def _settings(output: Output, splits: list[str]) -> str:
     train = next((name for name in splits if split_of(name) == "train"), splits[0])
     others = (name for name in splits if name != train)
     val = min(others, key=lambda name: split_of(name) != "val", default=None)
+
     settings = quote(f"data.root={output}")
     if train != "train":
         settings += f" data.train_split={train}"

@@ -107,6 +107,7 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
     """
     total = sum(part.num_samples for part in data.parts)
     check = check_shard if num_sampled is None else check_shard_quickly
+
     jobs: list[tuple[Any, Any, Any]] = []
     num_images = 0
     for split, part in enumerate(data.parts):
@@ -116,6 +117,7 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
                 length = min(length, math.ceil(num_sampled * length / max(1, total)))
             jobs.append((check, shard_of(data, part, number, length), (split, number)))
             num_images += length
+
     results = run_jobs(jobs, workers, "verifying", num_jobs=len(jobs), num_images=num_images)
     for split, number in sorted(results):
         checked: Checked = results[split, number]
@@ -166,15 +168,17 @@ def print_report(report: VerifyReport) -> None:
                 print(f"    {escape_to_one_line(f'{finding.place}: {finding.text}')}")
                 for detail in finding.details:
                     print(f"      {escape_to_one_line(detail)}")
+
     print()
     Console(highlight=False).print(table(report))
     num_checked = sum(part.num_checked for part in report.data.parts)
     print("\n  ".join(["Checked:", *_compared(report, counted(num_checked, "image"))]))
+
     verdict = "no problems in the checked part" if report.quick else "no problems"
-    if problems := report.count(fails=True):
-        verdict = counted(problems, "problem")
-    if notes := report.count(fails=False):
-        verdict += f", {counted(notes, 'note')}"
+    if report.count(fails=True):
+        verdict = counted(report.count(fails=True), "problem")
+    if report.count(fails=False):
+        verdict += f", {counted(report.count(fails=False), 'note')}"
     print(f"{report.data.shown}: {verdict}, {report.elapsed_s:.1f} s")
 
 
@@ -198,17 +202,20 @@ def _compared(report: VerifyReport, images: str) -> list[str]:
     """Describe the comparisons and, after a quick check, the skipped comparisons."""
     if report.quick:
         return [images, RECORDS, *QUICK]
+
     data = report.data
     num_shards = sum(len(part.filenames) for part in data.parts)
-    names = "the hash recorded before writing"
-    if not data.catalog_compared:
-        names = "NOTHING, because no hash is recorded or some samples were not read"
+    reference = (
+        "the hash recorded before writing"
+        if data.catalog_compared
+        else "NOTHING, because no hash is recorded or some samples were not read"
+    )
     return [
         images,
         RECORDS,
         f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256",
         *COMPLETE,
-        f"class names, keys and labels against {names}",
+        f"class names, keys and labels against {reference}",
     ]
 
 
