@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, product
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -69,16 +70,15 @@ class SplitFiles:
 
     def sha256_of(self, name: str) -> str | None:
         """Return the recorded sha256 of a shard."""
-        if recorded := self.described.get("shard_sha256"):
-            return recorded[self.filenames.index(name)]
+        if self.described.get("shard_sha256"):
+            return self.described["shard_sha256"][self.filenames.index(name)]
         return self.sidecars.get(name, {}).get("sha256")
 
     @property
     def quarantined(self) -> list[dict[str, Any]]:
         """The quarantine entries (skipped images) from all sidecars."""
-        return [
-            entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])
-        ]
+        entries = (sidecar.get("quarantined", []) for sidecar in self.sidecars.values())
+        return list(chain.from_iterable(entries))
 
     @property
     def changed(self) -> Counter[str]:
@@ -143,6 +143,7 @@ class DataSet(Classes):
             )
             with suppress(ShardError, OSError), closing(split):
                 place = split.key(part.firsts[shard] + row)
+
         return f"{part.filenames[shard]} {place}"
 
 
@@ -156,14 +157,16 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
     if root is not None:
         yield _open(root, place, None)
         return
+
     with temporary_folder() as folder, renamed_errors(place, folder):
         remote = RemoteFolder(place.rstrip("/"))
         write_json(folder / "_info.json", remote.read_info())
         info = read_info(folder)
+
         stems = [name.removesuffix(".tar") for name in tars_of(info)]
         names = ["quarantine.jsonl", "dataset.md", "contact_sheet.png"]
         names += [f"{split}.index.npy" for split in info["splits"]]
-        names += [f"{stem}.{kind}" for stem in stems for kind in ("idx", "json")]
+        names += [".".join(parts) for parts in product(stems, ("idx", "json"))]
 
         def fetch(name: str, version: Version | str) -> None:
             if isinstance(version, Version):  # The checks report a missing file.
@@ -174,11 +177,11 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
         yield _open(folder, place, str(remote))
 
 
-def _open(root: Path, shown: str, url: str | None) -> DataSet:
+def _open(root: Path, shown: str, tars_at: str | None) -> DataSet:
     if (root / "_writing.json").exists() and not (root / "_info.json").exists():
         raise PrepError(f"{root}: this data set is incomplete: rerun the command that writes it")
+
     info = read_info(root)
-    tars_at = url
     if "shards_at" in info and not any((root / name).exists() for name in tars_of(info)):
         tars_at = info["shards_at"]
     for name in info["splits"]:
@@ -189,6 +192,5 @@ def _open(root: Path, shown: str, url: str | None) -> DataSet:
 
 def tars_of(info: Mapping[str, Any]) -> list[str]:
     """Return the file names of all shards."""
-    return [
-        name for described in info["splits"].values() for name in described.get("filenames", [])
-    ]
+    filenames = (described.get("filenames", []) for described in info["splits"].values())
+    return list(chain.from_iterable(filenames))

@@ -38,18 +38,21 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
     Sets `sidecars`, `present` and `index` of each split.
     """
     listed = Counter(tars_of(data.info))
+
     # Earlier versions of data_prep did not record hashes.
     if "info_sha256" in data.info or any(
         "sidecars_sha256" in part.described for part in data.parts
     ):
         yield from _check_sealed(data)
+
     for name, count in listed.items():
         if count > 1:
             yield ShardFinding(
                 "files", "_info.json", f"lists {name} {count} times; restore it from its source"
             )
     for path in sorted(data.root.rglob("*.tar")):
-        if (name := str(path.relative_to(data.root))) not in listed:
+        name = str(path.relative_to(data.root))
+        if name not in listed:
             yield ShardFinding(
                 "files",
                 name,
@@ -57,14 +60,14 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
                 " it away",
             )
     for path in sorted(data.root.iterdir()):
-        is_temporary = path.name.endswith((".tmp", ".rows.npy"))
-        if is_temporary or path.name in ("_writing.json", "_spool"):
+        if path.name.endswith((".tmp", ".rows.npy")) or path.name in ("_writing.json", "_spool"):
             yield ShardFinding(
                 "files",
                 path.name,
                 "temporary file of a writer; delete it, unless a writer is running",
                 fails=False,
             )
+
     if data.tars_at is None:
         sizes = {
             name: (data.root / name).stat().st_size if (data.root / name).exists() else "missing"
@@ -76,6 +79,7 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
             name: version.size if isinstance(version, Version) else version
             for name, version in zip(listed, versions, strict=True)
         }
+
     for part in data.parts:
         for number, name in enumerate(part.filenames):
             yield from _check_recorded(data, part, number, sizes[name])
@@ -91,6 +95,7 @@ def _check_sealed(data: DataSet) -> Iterator[ShardFinding]:
             "_info.json",
             "altered: the content does not match the recorded hash; restore it from its source",
         )
+
     if data.ours and not is_as_written(data.root):
         yield ShardFinding(
             "files",
@@ -105,6 +110,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
         return  # already reported
+
     if part.described.get("sidecars_sha256") not in (None, sidecars_sha256(sidecars)):
         yield ShardFinding(
             "files",
@@ -112,6 +118,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
             "sidecars are altered: their content does not match the hash in _info.json; restore"
             " the sidecars",
         )
+
     listed = (data.info.get("listed") or {}).get(part.name)
     total = part.num_samples + len(part.quarantined)
     if listed not in (None, total):
@@ -122,6 +129,7 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
         )
     if not data.ours:
         return
+
     plan = fingerprint(data.info)
     of_other_plans = [sidecar["filename"] for sidecar in sidecars if sidecar.get("plan") != plan]
     without_hash = [name for name in part.filenames if part.sha256_of(name) is None]
@@ -153,6 +161,7 @@ def _check_recorded(
     for key in ("bytes", "sha256"):
         if part.described.get(f"shard_{key}"):
             recorded[key] = part.described[f"shard_{key}"][number]
+
     if isinstance(size, str):
         yield ShardFinding("files", name, f"{size}; {WRITE_AGAIN}")
     else:
@@ -166,6 +175,7 @@ def _check_recorded(
                 f"{size:,} bytes, but _info.json records {recorded['bytes']:,}; the contents were"
                 f" not checked; {WRITE_AGAIN}",
             )
+
     path = (data.root / name).with_suffix(".json")
     try:
         sidecar = read_sidecar(data.root / name)
@@ -176,6 +186,7 @@ def _check_recorded(
         remedy = "repeat the command that wrote the data set" if data.ours else data.index_it
         yield ShardFinding("files", path.name, f"missing; {remedy}")
         return
+
     part.sidecars[name] = sidecar
     for key, value in recorded.items():
         if sidecar[key] != value:
@@ -207,6 +218,7 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
             " and "
         )
         return
+
     part.index = index
     end = int(index.offset) + index.nbytes if isinstance(index, np.memmap) else 0
     if (size := path.stat().st_size) != end:
@@ -216,7 +228,7 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
 def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:
     """Compare `quarantine.jsonl`, and the totals in `_info.json`, with the sidecars."""
     path = data.root / "quarantine.jsonl"
-    entries = [entry for part in data.parts for entry in part.quarantined]
+    entries = list(itertools.chain.from_iterable(part.quarantined for part in data.parts))
     listed = path.read_bytes() if path.exists() else b""
     if listed != "".join(json.dumps(entry) + "\n" for entry in entries).encode():
         yield ShardFinding(
@@ -226,6 +238,7 @@ def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:
             f" {counted(len(entries), 'unreadable image')} in the sidecars; repeat the command that"
             " wrote the data set",
         )
+
     changed = sum((part.changed for part in data.parts), Counter[str]())
     for key, total in (("quarantined", len(entries)), ("changed", dict(changed))):
         if data.info.get(key, type(total)()) != total:
@@ -244,6 +257,7 @@ def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
     """Compare class names, keys and labels with the hash recorded before writing."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
+
     splits = {}
     for part in data.parts:
         skipped = part.quarantined
@@ -253,8 +267,10 @@ def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
         rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), keys])
         rows["label"] = np.concatenate([part.labels(), np.array(labels, np.int32)])
         splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
+
     data.catalog_compared = True
-    if (sha256 := catalog_sha256(data.class_names, splits)) != data.info["catalog"]:
+    sha256 = catalog_sha256(data.class_names, splits)
+    if sha256 != data.info["catalog"]:
         yield ShardFinding(
             "labels",
             "_info.json",
@@ -266,15 +282,16 @@ def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
 
 def check_labels(data: DataSet) -> Iterator[ShardFinding]:
     """Check class names and label range, and that every class has a training image."""
-    info = data.info
-    if data.class_names and info.get("num_classes") not in (None, len(data.class_names)):
+    if data.class_names and data.info.get("num_classes") not in (None, len(data.class_names)):
         yield ShardFinding(
             "labels",
             "_info.json",
-            f"num_classes is {info['num_classes']}, but class_names has {len(data.class_names)}",
+            f"num_classes is {data.info['num_classes']}, but class_names has"
+            f" {len(data.class_names)}",
         )
     if not data.recorded_classes:  # The classes are unknown, or there are no labels.
         return
+
     for part in data.parts:
         labels = part.labels()
         outside = labels[(labels < 0) | (labels >= data.recorded_classes)]
@@ -286,6 +303,7 @@ def check_labels(data: DataSet) -> Iterator[ShardFinding]:
                 f" {few([str(label) for label in np.unique(outside)])}; correct the shards, or the"
                 " classes in _info.json",
             )
+
     train = data.parts[0]
     empty = [
         data.class_name(int(label)).removeprefix("class ")
@@ -324,12 +342,14 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
     values.sort()
     repeated = np.unique(values[1:][values[1:] == values[:-1]])
     del values
+
     samples = [np.empty((0, 5), np.int64)]
     for p, shard, rows in every if len(repeated) else []:
         group = np.minimum(np.searchsorted(repeated, rows[column]), len(repeated) - 1)
         numbers = np.flatnonzero(repeated[group] == rows[column])
         place = np.broadcast_to([p, shard], (len(numbers), 2))
         samples.append(np.column_stack([group[numbers], place, numbers, rows["label"][numbers]]))
+
     together = np.concatenate(samples)
     return together[np.lexsort(together.T[::-1])]
 
@@ -349,25 +369,29 @@ def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
                 f"a key occurs {len(group)} times: {' and '.join(names)}; write the shards again"
                 " with unique keys",
             )
+
     groups = _groups(_repeated(data.parts, "image"))
     if not groups:
         return
-    splits = [len({part for _, part, *_ in group}) for group in groups]
-    labels = [len({label for *_, label in group}) for group in groups]
-    order = sorted(range(len(groups)), key=lambda k: (-splits[k], -labels[k]))
+
+    split_of, label_of = itemgetter(1), itemgetter(4)
+    num_splits = [len(set(map(split_of, group))) for group in groups]
+    num_labels = [len(set(map(label_of, group))) for group in groups]
+    order = sorted(range(len(groups)), key=lambda k: (-num_splits[k], -num_labels[k]))
     details = []
-    for group in (groups[k] for k in order[:MOST_LINES]):
+    for k in order[:MOST_LINES]:
         names = [
             f"{data.sample_name(data.parts[p], shard, row)} ({data.class_name(label)})"
-            for _, p, shard, row, label in group
+            for _, p, shard, row, label in groups[k]
         ]
         details.append(few(names, 4, " = "))
+
     yield ShardFinding(
         "duplicates",
         ", ".join(part.name for part in data.parts),
         f"equal bytes: {counted(len(groups), 'image')} in"
-        f" {counted(sum(map(len, groups)), 'sample')}; {sum(np.array(splits) > 1):,} of these"
-        f" images are in two splits, {sum(np.array(labels) > 1):,} under two labels",
+        f" {counted(sum(map(len, groups)), 'sample')}; {sum(np.array(num_splits) > 1):,} of these"
+        f" images are in two splits, {sum(np.array(num_labels) > 1):,} under two labels",
         fails=False,
         details=tuple(details),
     )

@@ -132,6 +132,7 @@ def capped(findings: Iterable[ShardFinding]) -> Iterator[ShardFinding]:
         count[finding.fails] += 1
         if count[finding.fails] <= MOST_LINES:
             yield finding
+
     for fails, total in count.items():
         if total > MOST_LINES:
             yield finding._replace(
@@ -163,6 +164,7 @@ def _check_tar(shard: CheckedShard, tar: Path) -> Checked:
                 f" {str(shard.sha256)[:12]}... is recorded; {WRITE_AGAIN}",
             )
         )
+
     skipped = set[int]()
     with suppress(ShardError):  # A damaged sidecar is reported by another check.
         skipped = left_out(shard.local_tar)
@@ -174,6 +176,7 @@ def _check_tar(shard: CheckedShard, tar: Path) -> Checked:
             ShardFinding("tars", shard.name, f"{text}; the images in this shard were not checked")
         )
         return Checked(findings, hashed=hashed)
+
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
     seen = np.empty(len(samples), SEEN_DTYPE)
     images = list(_check_images(shard, tar, samples, seen))
@@ -186,11 +189,11 @@ def _local(shard: CheckedShard) -> Iterator[Path]:
     afterwards."""
     if shard.tars_at is None:
         yield shard.local_tar
-        return
-    with temporary_folder() as folder:
-        source = RemoteFolder(shard.tars_at)
-        source.fetch(shard.name, source.stat(shard.name), folder / shard.name)
-        yield folder / shard.name
+    else:
+        with temporary_folder() as folder:
+            source = RemoteFolder(shard.tars_at)
+            source.fetch(shard.name, source.stat(shard.name), folder / shard.name)
+            yield folder / shard.name
 
 
 def _check_idx(
@@ -206,9 +209,8 @@ def _check_idx(
             f"missing; run `python -m data_prep.index {quote(shard.shown)}` to write it",
         )
         return
+
     lines = path.read_bytes().splitlines(True)
-    expected = idx_lines(samples)[1:]
-    places = [number + 1 for number in numbers or range(len(samples))]
     count = len(samples) if numbers is None else shard.num_samples
     if len(lines) != count + 1:
         yield ShardFinding(
@@ -217,8 +219,10 @@ def _check_idx(
             f"{counted(len(lines), 'line')}, expected {count + 1:,}; {shard.rebuild(path.name)}",
         )
         return
-    head = b"v1.2 %d\n" % count
-    for place, line in zip([0, *places], [head, *expected], strict=True):
+
+    places = [0, *(number + 1 for number in numbers or range(len(samples)))]
+    expected = [b"v1.2 %d\n" % count, *idx_lines(samples)[1:]]
+    for place, line in zip(places, expected, strict=True):
         actual = lines[place] if place < len(lines) else b""
         if actual != line:
             first, second = (text.decode("utf-8", "replace")[:80] for text in (actual, line))
@@ -259,15 +263,21 @@ def compare_rows(
 ) -> Iterator[ShardFinding]:
     """Compare index rows with samples of the tar.
 
-    numbers: the samples to compare, or None for all. is_intact: whether the tar matches its
-    recorded sha256. If it does, any difference is an error in the index.
+    Args:
+        is_intact: Whether the tar matches its recorded sha256. If it does, any difference is an
+            error in the index.
+        numbers: The samples to compare, or None for all.
     """
     expected = index_rows(samples)
-    fields = ("size", "offset", "label", "width", "height")
-    wrong = {field: recorded[field] != expected[field] for field in fields}
-    differs = recorded["crc32c"] != expected["crc32c"]
-    wrong["crc32c"] = differs & (is_intact | (recorded["crc32c"] == 0))
-    altered = np.flatnonzero(differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
+    wrong = {
+        field: recorded[field] != expected[field]
+        for field in ("size", "offset", "label", "width", "height")
+    }
+    crc_differs = recorded["crc32c"] != expected["crc32c"]
+    wrong["crc32c"] = crc_differs & (is_intact | (recorded["crc32c"] == 0))
+
+    # The index is right about the place of these images, so their bytes have changed.
+    altered = np.flatnonzero(crc_differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
     if len(altered):
         keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
         remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
@@ -277,19 +287,19 @@ def compare_rows(
             f"{counted(len(altered), 'image differs', 'images differ')} from the indexed bytes:"
             f" {keys}; {remedy}",
         )
+
     places = np.arange(len(recorded)) if numbers is None else np.array(numbers, np.int64)
-    for field, differs in wrong.items():
-        if not differs.any():
-            continue
-        row = int(np.argmax(differs))
-        yield ShardFinding(
-            "indexes",
-            shard.index_name,
-            f"wrong values in {counted(int(differs.sum()), 'row')} of {shard.name}, the first in"
-            f" row {shard.first + places[row]} (key {samples[row].key}): {field}"
-            f" is {recorded[field][row]}, but the tar gives {expected[field][row]};"
-            f" {shard.rebuild(shard.index_name)}",
-        )
+    for field, is_wrong in wrong.items():
+        if is_wrong.any():
+            row = int(np.argmax(is_wrong))
+            yield ShardFinding(
+                "indexes",
+                shard.index_name,
+                f"wrong values in {counted(int(is_wrong.sum()), 'row')} of {shard.name}, the first"
+                f" in row {shard.first + places[row]} (key {samples[row].key}): {field}"
+                f" is {recorded[field][row]}, but the tar gives {expected[field][row]};"
+                f" {shard.rebuild(shard.index_name)}",
+            )
 
 
 def _check_images(
@@ -299,17 +309,20 @@ def _check_images(
     changes: Counter[str] = Counter()
     seen["key"] = key_hashes([sample.key for sample in samples], shard.seed)
     seen["label"] = [sample.label for sample in samples]
+
     with open(tar, "rb") as file:
         for number, sample in enumerate(samples):
             data = os.pread(file.fileno(), sample.image.size, sample.image.offset)
             digest = hashlib.blake2b(data, digest_size=8).digest()
             seen["image"][number] = int.from_bytes(digest, "little")
+
             image = decode_sample(shard, sample, data)
             if isinstance(image, ShardFinding):
                 yield image
             elif image.change is not None:
                 changes[image.change] += 1
             count_one(len(data))
+
     for change, count in changes.items():
         yield ShardFinding(
             "images",
@@ -327,6 +340,7 @@ def decode_sample(
         image = prepare(data, ImagePolicy(check="decode"))
     except Unreadable as error:
         return ShardFinding("images", shard.name, f"{sample.key}: cannot be decoded: {error}")
+
     if shard.ours and image.data != data:
         problem = f"our writer does not write such images ({image.change}); the shard was altered"
     elif (image.width, image.height) != (sample.width, sample.height):
@@ -350,6 +364,7 @@ def check_shard_quickly(shard: CheckedShard) -> Checked:
     rows = shard.rows
     if rows is None:
         return Checked([])
+
     chosen = spread(len(rows), shard.num_sampled)
     try:
         if shard.tars_at is None:
@@ -367,6 +382,7 @@ def check_shard_quickly(shard: CheckedShard) -> Checked:
             findings = [*_check_rows(shard, read, version.size, rows, chosen)]
     except OSError as error:
         return read_failure(shard, error)
+
     return Checked([*capped(findings)], num_checked=len(chosen))
 
 
@@ -389,6 +405,7 @@ def _check_rows(
                 f" ({error}); {UNCLEAR_WHEN_QUICK}",
             )
             continue
+
         data = read(size, offset)
         image = decode_sample(shard, sample, data)
         if isinstance(image, ShardFinding):
@@ -396,6 +413,7 @@ def _check_rows(
         samples.append(sample)
         good.append(number)
         count_one(len(data))
+
     if samples:
         yield from compare_rows(shard, rows[good], samples, numbers=good)
         yield from _check_idx(shard, samples, good)
@@ -414,12 +432,14 @@ def _sample_around(
         before = rows[number - 1]
         start = math.ceil(int(before["offset"] + before["size"]) / TAR_BLOCK) * TAR_BLOCK
     stop = int(rows["offset"][number + 1]) if number + 1 < len(rows) else end
+
     group: list[tuple[str, Member, str]] = []
     for name, begins, size, kind in walk(read, start, end, needs_end=False):
         if begins >= stop:
             break
         if named := shard.layout.cut(name):
             group.append((named[0], Member(named[1], begins, size, name), kind))
+
     key = next((key for key, member, _ in group if member.offset == offset), None)
     if key is None:
         raise TarDamaged("no tar header before the image")
