@@ -71,11 +71,13 @@ def read_info_file(folder: Path) -> dict[str, Any]:
             f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this"
             " project"
         ) from None
+
     if info.get(SEAL) != _digest(info):
         raise CheckpointError(
             f"{folder / INFO_FILE}: its content does not match the sha256 stored in it: the file is"
             " damaged"
         )
+
     return info
 
 
@@ -99,6 +101,7 @@ def check_files(folder: Path, info: dict[str, Any]) -> None:
                 f"{path}: has {size:,} bytes, but {INFO_FILE} records {expected['bytes']:,}: the"
                 " file is truncated or missing"
             )
+
         with reading(folder), Meter(f"checking {path}", size >> 20, "MiB") as meter:
             sha256 = _sha256(path, meter)
         if sha256 != expected["sha256"]:

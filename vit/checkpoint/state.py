@@ -73,9 +73,11 @@ class RunState:
             self.best_set = best_set
             self.best_top1 = -1.0
             self.best_loss = None
+
         top1, loss = max(results, key=lambda pair: rank(*pair))
         if rank(top1, loss) <= rank(self.best_top1, self.best_loss):
             return False
+
         self.best_top1 = top1
         self.best_loss = loss if math.isfinite(loss) else None
         return True

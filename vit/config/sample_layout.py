@@ -44,12 +44,14 @@ def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: 
     suffix = "[^./:]+" if keys_with_dots else "[^./:][^/:]*"
     values = [(names.image, text, suffix) for text in images]
     values.append((names.label, label, f"{suffix}(:.+)?"))
+
     problems = [
         f"{name}{text}: expected the text after the key's"
         f" {'last ' if keys_with_dots else ''}dot, such as jpg or json:label"
         for name, text, rule in values
         if not re.fullmatch(rule, text)
     ]
+
     if names is SETTINGS and label == NO_LABEL:
         problems.append(f"{names.label}{label}: training needs labels: give the label's member")
     if image is not None and label in images:

@@ -65,12 +65,14 @@ class RunLock:
                 f"run.dir={self._run_dir}: cannot be written ({error.strerror}): choose another"
                 f" folder{_mount_hint(self._run_dir)}"
             ) from None
+
         try:
             self._wait_for(file)
             _check_renames(self._run_dir)
         except BaseException:
             file.close()
             raise
+
         file.truncate(0)
         # Write unbuffered, so that closing does not repeat a write that failed on a full disk.
         # The text is only used to name the process in messages, so ignore errors.
@@ -95,11 +97,13 @@ class RunLock:
                     file=sys.stderr,
                 )
                 return
+
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"{self._run_dir}: in use by a live run ({holder}): wait until it ends, stop"
                     " it, or use another run.dir"
                 )
+
             if not is_announced:
                 is_announced = True
                 print(
@@ -147,6 +151,7 @@ def _check_renames(run_dir: Path) -> None:
     """
     probe = temporary_beside(run_dir / "renamed")
     renamed = temporary_beside(run_dir / "renamed")
+
     try:
         probe.mkdir()
         (probe / "file").touch()

@@ -78,6 +78,7 @@ def newest_run(argument: str, *names: str) -> Path:
             f"no {argument} was given, and runs/ contains none: train one first, or pass a run"
             " folder"
         )
+
     newest = max(paths, key=lambda path: path.stat().st_mtime)
     run_dir = Path(*newest.parts[:2])
     if is_main_process():

@@ -101,6 +101,7 @@ def cache_of(url: str, kind: str) -> Path:
             f"{shown(url)}: found no local disk for the run's working copy: set run.local_dir, as"
             " in run.local_dir=/scratch/name, or set TMPDIR"
         ) from None
+
     with suppress(OSError):  # the next write reports the error
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     return place / kind / digest / name.rpartition("/")[2]
