@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vit.config.base import VAL, OnlyWith, Section, Selection, height_width
+from vit.config.base import VAL, OnlyWith, Section, Selection, SourceConfig, height_width
 from vit.config.sample_layout import SETTINGS, layout_problems
 from vit.system.redact import shown
+from vit.system.urls import is_url
 
 if TYPE_CHECKING:
     from vit.config.optim_section import OptimConfig
@@ -72,7 +73,7 @@ def find_problems(config: Config) -> list[Problem]:
         *_eval_set_rules(config.eval),
         *_channel_rules(config.data, config.model.in_chans),
         *_stream_rules(config.stream),
-        *_source_rules(config),
+        *_source_rules(config.data.sources),
         *_augment_rules(config.augment),
         *_gray_rules(config.augment, config.model.in_chans),
         *run_rules(config.run),
@@ -95,18 +96,20 @@ def _void(config: Config, section: Section, prefix: str) -> Iterator[Problem]:
         for needed in needs:
             verdicts = [_judge(config, section, prefix, each) for each in needed.conditions]
             fits, keys, values, remedies = zip(*verdicts, strict=True)
-            if any(fits):
-                continue
-
-            is_text = isinstance(field.default, str)
-            default = field.default if is_text else json.dumps(field.default, separators=(",", ":"))
+            default = (
+                field.default
+                if isinstance(field.default, str)
+                else json.dumps(field.default, separators=(",", ":"))
+            )
             # An item of a list cannot be set on the command line.
             unset = f"remove {prefix}{key}" if "[" in prefix else f"{prefix}{key}={default}"
-            text = (
-                f"{prefix}{key} has no effect with {' and '.join(values)}: set"
-                f" {' or '.join(remedies)}, or {unset}"
-            )
-            yield Problem(text, (f"{prefix}{key}",), keys)
+
+            if not any(fits):
+                text = (
+                    f"{prefix}{key} has no effect with {' and '.join(values)}: set"
+                    f" {' or '.join(remedies)}, or {unset}"
+                )
+                yield Problem(text, (f"{prefix}{key}",), keys)
 
     if isinstance(section, Selection) and None not in (section.fraction, section.samples_per_class):
         both = (f"{prefix}fraction", f"{prefix}samples_per_class")
@@ -157,17 +160,15 @@ def _training_rules(config: Config) -> Iterator[str]:
 def _loss_rules(loss: LossConfig, num_classes: int | None, stream: StreamConfig) -> Iterator[str]:
     # Label smoothing gives each class at least this target.
     smallest_target = loss.label_smoothing / (num_classes or 1000)
-    threshold = loss.bce_target_thresh
-    if threshold is not None and threshold < smallest_target:
+    if loss.bce_target_thresh is not None and loss.bce_target_thresh < smallest_target:
         yield (
-            f"loss.bce_target_thresh={threshold} is below the target that loss.label_smoothing"
-            " gives every class: raise it, or set loss.label_smoothing=0"
+            f"loss.bce_target_thresh={loss.bce_target_thresh} is below the target that"
+            " loss.label_smoothing gives every class: raise it, or set loss.label_smoothing=0"
         )
 
-    weights = loss.class_weights
-    if weights is not None and not any(weights):
+    if loss.class_weights is not None and not any(loss.class_weights):
         yield "loss.class_weights are all 0: give at least one class a weight"
-    if weights == "balanced" and stream.urls is not None:
+    if loss.class_weights == "balanced" and stream.urls is not None:
         yield (
             "loss.class_weights=balanced needs the number of images per class, which is unknown"
             " for a stream: give the weights as numbers, or set stream.urls=null"
@@ -225,12 +226,12 @@ def _stream_rules(stream: StreamConfig) -> Iterator[str]:
 
     if stream.num_samples is None:
         yield "stream.urls needs stream.num_samples: give the number of images per epoch"
-    problems = layout_problems(stream.image, stream.label, keys_with_dots=False, names=SETTINGS)
-    yield from dict.fromkeys(problems)
+    yield from dict.fromkeys(
+        layout_problems(stream.image, stream.label, keys_with_dots=False, names=SETTINGS)
+    )
 
 
-def _source_rules(config: Config) -> Iterator[str]:
-    sources = config.data.sources
+def _source_rules(sources: Sequence[SourceConfig]) -> Iterator[str]:
     num_weights = sum(source.weight is not None for source in sources)
     if 0 < num_weights < len(sources):
         yield (
@@ -241,16 +242,15 @@ def _source_rules(config: Config) -> Iterator[str]:
 
 def _void_in_sources(config: Config) -> Iterator[Problem]:
     """Yield the settings of `data` that its sources replace, and those without effect in them."""
-    data = config.data
     for key in Selection.model_fields:
-        if data.sources and _is_given(data, key):
+        if config.data.sources and _is_given(config.data, key):
             yield Problem(
                 f"data.{key} has no effect with data.sources: set it in each source",
                 (f"data.{key}",),
                 ("data.sources",),
             )
 
-    for number, source in enumerate(data.sources):
+    for number, source in enumerate(config.data.sources):
         yield from _void(config, source, f"data.sources[{number}].")
 
 
@@ -258,21 +258,19 @@ def _void_by_others(config: Config) -> Iterator[Problem]:
     """Yield the settings without effect beside a value of another setting."""
     augment = config.augment
     if augment.auto_augment is not None and augment.randaugment_layers > 0:
-        policies = ("augment.auto_augment", "augment.randaugment_layers")
         yield Problem(
             f"augment.auto_augment={augment.auto_augment} replaces RandAugment: set"
             " augment.randaugment_layers=0 or augment.auto_augment=null",
-            policies,
-            policies,
+            ("augment.auto_augment", "augment.randaugment_layers"),
+            ("augment.auto_augment", "augment.randaugment_layers"),
         )
 
     if config.init.select_classes and config.init.reset_head:
-        heads = ("init.select_classes", "init.reset_head")
         yield Problem(
             "init.select_classes keeps rows of the head, but init.reset_head drops the head: set"
             " init.select_classes=false or init.reset_head=false",
-            heads,
-            heads,
+            ("init.select_classes", "init.reset_head"),
+            ("init.select_classes", "init.reset_head"),
         )
 
     end, epochs = augment.mixup_off_epoch, config.train.epochs
@@ -348,7 +346,6 @@ def _gray_rules(augment: AugmentConfig, in_chans: int) -> Iterator[str]:
         )
 
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]+://.")
 _SLIP = re.compile(r"\s*(?:[a-z][a-z0-9+.-]+:/|(?:s3a?|gs|gcs):|(?:s3a?|gs|gcs)//)", re.IGNORECASE)
 """Matches misspelled URLs: `s3:/bucket`, `S3://bucket`, `s3://`, `s3:bucket`, `s3//bucket`."""
 
@@ -356,31 +353,29 @@ _SLIP = re.compile(r"\s*(?:[a-z][a-z0-9+.-]+:/|(?:s3a?|gs|gcs):|(?:s3a?|gs|gcs)/
 def run_rules(run: RunConfig) -> Iterator[str]:
     """Check the `run` section."""
     place = run.dir or ""
-    is_url = _URL.match(place) is not None
-    if not is_url and _SLIP.match(place):
+    if not is_url(place) and _SLIP.match(place):
         yield (
             f"run.dir={place} looks like a misspelled URL: expected a folder, or a URL such as"
             " s3://bucket/runs/name"
         )
-    if is_url and "?" in place:
+    if is_url(place) and "?" in place:
         yield "run.dir: the URL of a run must not have a query (?...): remove it"
 
 
 def image_size_rules(config: Config) -> Iterator[str]:
     """Check `schedule.image_sizes`."""
     stages = config.schedule.image_sizes
-    model = config.model
     epochs = config.train.epochs
-    if stages and model.name.startswith("timm/"):
+    if stages and config.model.name.startswith("timm/"):
         yield (
             "schedule.image_sizes does not work with timm's models, such as"
-            f" model.name={model.name}: set schedule.image_sizes=[], or use a model of this"
+            f" model.name={config.model.name}: set schedule.image_sizes=[], or use a model of this"
             " project, such as vit_s16"
         )
 
-    name = re.fullmatch(r"vit_.+?([1-9]\d*)", model.name)
-    patch = height_width(model.patch_size or (int(name[1]) if name else 1))
-    following = [*(stage.image_size for stage in stages[1:]), model.image_size]
+    name = re.fullmatch(r"vit_.+?([1-9]\d*)", config.model.name)
+    patch = height_width(config.model.patch_size or (int(name[1]) if name else 1))
+    following = [*(stage.image_size for stage in stages[1:]), config.model.image_size]
     previous_end = 0
     for number, (stage, after) in enumerate(zip(stages, following, strict=False)):
         key = f"schedule.image_sizes[{number}]"
@@ -393,23 +388,23 @@ def image_size_rules(config: Config) -> Iterator[str]:
                 f" {_side(patch)}: the nearest multiples are {near}"
             )
 
-        end = stage.until_epoch
-        if end <= previous_end:
+        if stage.until_epoch <= previous_end:
             yield (
-                f"{key}.until_epoch={end} is not after {previous_end}, the end of the previous"
-                " stage: put the stages in order"
+                f"{key}.until_epoch={stage.until_epoch} is not after {previous_end}, the end of the"
+                " previous stage: put the stages in order"
             )
-        if epochs is not None and end >= epochs:
+        if epochs is not None and stage.until_epoch >= epochs:
             yield (
-                f"{key}.until_epoch={end} is not before train.epochs={epochs}, but the last epochs"
-                " use model.image_size: lower it, or set schedule.image_sizes=[]"
+                f"{key}.until_epoch={stage.until_epoch} is not before train.epochs={epochs}, but"
+                " the last epochs use model.image_size: lower it, or set schedule.image_sizes=[]"
             )
         if size == height_width(after):
             yield (
                 f"{key}.image_size={_side(size)} is also the size of the epochs after it: merge the"
                 " stages"
             )
-        previous_end = max(previous_end, end)
+
+        previous_end = max(previous_end, stage.until_epoch)
 
 
 def _multiple(size: tuple[int, int], patch: tuple[int, int], more: int) -> tuple[int, int]:

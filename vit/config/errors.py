@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,9 @@ _REQUIRED_HINTS = {"data": ": set data.root", "train": ": set train.epochs or tr
 def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
     """Return one line per error.
 
-    origins: maps a key to the line or argument that sets it. source: the config file.
+    Args:
+        origins: Maps a key to the line or argument that sets it.
+        source: The config file.
     """
     lines: list[str] = []
     wrong_values = set[str]()
@@ -42,6 +45,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         if kind == "union_tag_invalid":
             path = (path[0], "name")
         origin = _origin(path, origins, source)
+
         if kind == "value_error":  # raised by vit.config.checks; the message contains dotted keys
             for line in str(item["ctx"]["error"]).splitlines():
                 keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
@@ -59,25 +63,28 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
             if place in wrong_values:  # Pydantic reports one error per type of a union.
                 lines[-1] += f" or {_expected(item)}"
                 continue
+
             wrong_values.add(place)
             value = item["ctx"]["tag"] if kind == "union_tag_invalid" else item["input"]
-            value_text = json.dumps(value, default=str)
-            lines.append(f"{origin}: {place} is {value_text}, expected {_expected(item)}")
+            lines.append(
+                f"{origin}: {place} is {json.dumps(value, default=str)}, expected {_expected(item)}"
+            )
+
     return lines
 
 
-def void_settings(error: ValidationError) -> Iterator[tuple[Key, list[Key]]]:
-    """Yield each setting without effect, and the settings of which one causes this."""
+def void_settings(error: ValidationError) -> Iterator[tuple[Key, Key]]:
+    """Yield each setting without effect with each setting that may cause this."""
     for item in error.errors(include_url=False):
         contradictions = item.get("ctx", {}).get("error")
         if isinstance(contradictions, Contradictions):
             for problem in contradictions.problems:
-                because = [tuple(key.split(".")) for key in problem.because]
-                yield from ((tuple(key.split(".")), because) for key in problem.void)
+                for key, cause in itertools.product(problem.void, problem.because):
+                    yield tuple(key.split(".")), tuple(cause.split("."))
         elif item["type"] == "extra_forbidden":
             path, _ = _split(item["loc"], {})
             if ".".join(path) in all_keys():  # of another optimizer
-                yield path, [("optim", "name")]
+                yield path, ("optim", "name")
 
 
 def _split(
@@ -86,6 +93,7 @@ def _split(
     """Split the location of a Pydantic error into a setting's key and the position in its value."""
     if location[1:2] and location[1] in union_tags(str(location[0])):
         location = (location[0], *location[2:])  # Pydantic inserts the tag of the union member.
+
     names = tuple(map(str, location))
     keys = all_keys()
     for length in range(len(names), 0, -1):
@@ -108,22 +116,24 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | s
     if len(rest) > 1 and dotted in LISTS:
         allowed_keys = ", ".join(LISTS[dotted].model_fields)
         return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; known keys: {allowed_keys}"
+
     if path[:2] == ("eval", "sets"):
         allowed_keys = ", ".join(EvalSetConfig.model_fields)
         name = ".".join(map(str, (*path, *rest)))
         return f"unknown key {name!r}; the keys of an evaluation set are {allowed_keys}"
+
     keys = all_keys()
     if dotted in keys:
         names = [
-            name
+            " or ".join(get_args(kind.model_fields["name"].annotation))
             for kind in sections()["optim"]
             if path[1] in kind.model_fields
-            for name in get_args(kind.model_fields["name"].annotation)
         ]
         return (
             f"{dotted} has no effect with optim.name={location[1]}: remove {dotted}, or set"
             f" optim.name={' or '.join(names)}"
         )
+
     if len(path) > 1:
         allowed = [key.partition(".")[2] for key in keys if key.partition(".")[0] == path[0]]
         hint = nearest(dotted, keys)

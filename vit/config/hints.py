@@ -25,7 +25,7 @@ def union_tags(section: str) -> list[str]:
     if section not in Config.model_fields:
         return []
     members = get_args(Config.model_fields[section].annotation)
-    return [item.tag for member in members for item in get_args(member)[1:]]
+    return [get_args(member)[1].tag for member in members]
 
 
 def all_keys() -> list[str]:
@@ -94,14 +94,24 @@ OTHER_NAMES = {
 }
 """Maps each setting to its names in other programs (timm, DeiT, torchvision's references, Hugging
 Face's Trainer)."""
-_ADVICE = {
-    "run the same command again to resume": "auto_resume resume",
-    "torchrun --nproc_per_node=N starts N ranks": "devices gpus n_gpus num_gpus nproc_per_node",
-    "set data.micro_batch_size, the images per forward pass of a rank, to accumulate gradients": (
-        "accum_iter accum_steps grad_accum grad_accum_steps gradient_accumulation_steps update_freq"
+ADVICE = {
+    **dict.fromkeys(("auto_resume", "resume"), "run the same command again to resume"),
+    **dict.fromkeys(
+        ("devices", "gpus", "n_gpus", "num_gpus", "nproc_per_node"),
+        "torchrun --nproc_per_node=N starts N ranks",
+    ),
+    **dict.fromkeys(
+        (
+            "accum_iter",
+            "accum_steps",
+            "grad_accum",
+            "grad_accum_steps",
+            "gradient_accumulation_steps",
+            "update_freq",
+        ),
+        "set data.micro_batch_size, the images per forward pass of a rank, to accumulate gradients",
     ),
 }
-ADVICE = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
 """Advice about options of other programs for which this project has no setting."""
 OTHER_VALUES = (
     "order.aug_repeats",
@@ -126,8 +136,8 @@ def from_other_name(name: str) -> str:
 
 def nearest(key: str, settings: Sequence[str]) -> str:
     """Return `; did you mean ...?` with the settings most similar to `key`, or advice, or ""."""
-    if advice := ADVICE.get(_word(key)):
-        return f"; {advice}"
+    if _word(key) in ADVICE:
+        return f"; {ADVICE[_word(key)]}"
     meant = _meant(key, settings, cutoff=0.65)
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
@@ -138,19 +148,20 @@ def setting_for(option: str, value: str) -> str:
     `--lr`, `1e-3` -> did you mean optim.lr=1e-3?
     """
     name = option.lstrip("-").replace("-", "_").lower()
-    if advice := ADVICE.get(_word(name)):
-        return advice
+    if _word(name) in ADVICE:
+        return ADVICE[_word(name)]
+
     keys = all_keys()
     # Without a section, an option is compared with the last part of each key, except `name`, which
     # several sections have.
     named = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
     named |= _FROM_OTHER_NAME if "." not in name else {key: key for key in keys}
-    similar = difflib.get_close_matches(name, named, n=1, cutoff=0.85)
-    meant = [named[word] for word in similar]
+    meant = [named[word] for word in difflib.get_close_matches(name, named, n=1, cutoff=0.85)]
     if "." in name and not meant:
         meant = _meant(name, keys, cutoff=0.85)
     if not meant:
         return ""
+
     is_other_unit = meant[0] in OTHER_VALUES and name != meant[0]
     return f"did you mean {meant[0]}={'VALUE' if is_other_unit or not value else value}?"
 
@@ -172,6 +183,7 @@ def _meant(written: str, settings: Sequence[str], cutoff: float) -> list[str]:
     any_section = [key for key in settings if not (section and key.endswith(".name"))]
     same_word = [key for key in any_section if key.rpartition(".")[2] == leaf]
     matches = [key for key in (from_other_name(leaf), *same_word) if key in settings]
+
     for least, candidates in ((0.65, same_section), (0.85 if section else cutoff, any_section)):
         if not matches:
             leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}

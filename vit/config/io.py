@@ -39,9 +39,8 @@ RESOLVED: tuple[Key, ...] = (
 """The settings in which `${NAME}` refers to an environment variable. Its value is never
 recorded."""
 _ALTERNATIVE: dict[Key, Key] = {
-    (section, key): (section, other)
-    for section, *pair in EXCLUSIVE
-    for key, other in (pair, reversed(pair))
+    **{(section, first): (section, second) for section, first, second in EXCLUSIVE},
+    **{(section, second): (section, first) for section, first, second in EXCLUSIVE},
 }
 
 
@@ -97,13 +96,13 @@ def load_config(
     """Read and check a config file, or a shipped recipe given by its name.
 
     Args:
-        path: a YAML file, or the name of a recipe such as `vit_b16`.
-        overrides: settings that replace those of the file, such as `"train.steps=100"`.
+        path: A YAML file, or the name of a recipe such as `vit_b16`.
+        overrides: Settings that replace those of the file, such as `"train.steps=100"`.
         used_here: False if the config is only displayed, so that its addresses may contain unset
             environment variables.
 
     Raises:
-        ConfigError: all problems, one line each.
+        ConfigError: All problems, one line each.
     """
     return load_with_origins(path, overrides, used_here=used_here).config
 
@@ -116,32 +115,36 @@ def load_with_origins(
     For each pair in `EXCLUSIVE`, such as `train.steps` and `train.epochs`, an override of one
     setting removes the other setting of the file. Settings of the file that have no effect because
     of an override, such as `optim.nesterov` beside `optim.name=adamw`, are dropped, and rank 0
-    prints a note. Without `run.dir`, the run folder is `runs/<name
-    of the file>`; for the recipe `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
+    prints a note. Without `run.dir`, the run folder is `runs/<name of the file>`; for the recipe
+    `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
     """
     path = _find_config(Path(path))
     tree, line_of = _parse(_read(path), str(path))
     origins: dict[Key, str] = {key: f"{path}:{line}" for key, line in line_of.items()}
     overrides = list(overrides)
     problems = _apply(overrides, tree, origins)
+
     chosen = {tuple(override.partition("=")[0].split(".")) for override in overrides}
     try:
         config = _resolve(tree, chosen, origins, str(path))
     except ConfigError as error:
         problems.append(str(error))
+
     for setting in RESOLVED if used_here else ():
-        addresses = _addresses(_get(tree, setting))
-        unset = [name for text in addresses for name in unset_variables(text)]
+        unset: dict[str, None] = {}
+        for address in _addresses(_get(tree, setting)):
+            unset |= dict.fromkeys(unset_variables(address))
         if unset:
             origin = origins.get(setting, path)
-            problems.append(f"{origin}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
+            problems.append(f"{origin}: {'.'.join(setting)}: {not_set(unset)}")
     if problems:
         raise ConfigError("\n".join(problems))
+
     if config.run.dir is None:
         name = recipe_name(path) or path.stem
-        run = RunConfig(dir=f"runs/{name.replace('/', '_')}")
-        config = config.model_copy(update={"run": run})
+        config = config.model_copy(update={"run": RunConfig(dir=f"runs/{name.replace('/', '_')}")})
         origins["run", "dir"] = "name of the config file"
+
     return LoadedConfig(
         config,
         {
@@ -163,12 +166,12 @@ def _resolve(
     try:
         return Config.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        void = {
-            key: cause
-            for key, causes in void_settings(error)
-            for cause in causes
-            if key not in chosen and cause in chosen and _get(tree, key) is not None
-        }
+        overridden = [
+            (key, cause)
+            for key, cause in void_settings(error)
+            if cause in chosen and key not in chosen
+        ]
+        void = {key: cause for key, cause in overridden if _get(tree, key) is not None}
         if not void:
             raise ConfigError("\n".join(explain(error, origins, source))) from None
 
@@ -179,6 +182,7 @@ def _resolve(
         origins[key] = f"default, {origin} was dropped"
         reason = f"{'.'.join(cause)}={shown(_scalar(_get(tree, cause)))}"
         notes.append(f"note: {'.'.join(key)} of {origin} has no effect with {reason}: dropped")
+
     config = _resolve(tree, {*chosen, *void}, origins, source)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(notes), file=sys.stderr)
@@ -202,10 +206,10 @@ def recipe_name(path: Path) -> str | None:
 
 def _find_config(path: Path) -> Path:
     """Return `path`, or the recipe of that name: `vit_b16`, `configs/deit3/vit_b16_800ep.yaml`."""
-    if path.exists() or path.is_absolute() or path.suffix not in ("", ".yaml"):
+    may_be_recipe = path.suffix in ("", ".yaml") and not path.is_absolute()
+    if path.exists() or not may_be_recipe:
         return path
-    name = path.with_suffix("").as_posix().removeprefix("configs/")
-    recipe = recipes_folder() / f"{name}.yaml"
+    recipe = recipes_folder() / path.with_suffix(".yaml").as_posix().removeprefix("configs/")
     return recipe if recipe.is_file() else path
 
 
@@ -221,6 +225,7 @@ def _read(path: Path) -> str:
             problem = "neither a file nor a recipe has this name"
             names = sorted(str(recipe_name(file)) for file in recipes_folder().rglob("*.yaml"))
             owner = f"recipes in {recipes_folder()}"
+
         close = difflib.get_close_matches(str(path.with_suffix("")), names, n=3, cutoff=0)
         hint = f"; nearest of the {len(names)} {owner}: {', '.join(close)}" if names else ""
         raise ConfigError(f"{path}: {problem}{hint}") from None
@@ -236,6 +241,7 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
     def build(node: yaml.Node, path: Key) -> Any:
         if not isinstance(node, yaml.MappingNode):
             return loader.construct_object(node, deep=True)
+
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)
@@ -266,6 +272,7 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
         place = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError(f"{place}: not valid YAML: {problem}") from None
+
     if problems:
         raise ConfigError("\n".join(problems))
     return tree, lines
@@ -284,19 +291,23 @@ def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) 
                 f"command line: {override!r} is not of the form section.key=value{hint}"
             )
             continue
+
         origin = f"command line ({shown(override)})"
         try:
             value = _StrictLoader(text).get_single_data()
         except yaml.YAMLError:
             problems.append(f"{origin}: {text!r} is not a YAML value; quote it if it is text")
             continue
+
         key = tuple(dotted.split("."))
-        if isinstance(value, dict) and key in RESOLVED and not text.startswith("{"):
-            value = text  # YAML parsed a command with an HTTP header as a mapping.
+        # YAML parses a command with an HTTP header as a mapping.
+        is_command = isinstance(value, dict) and key in RESOLVED and not text.startswith("{")
+        value = text if is_command else value
         _set(tree, key, value)
         origins[key] = origin
-        other = _ALTERNATIVE.get(key)
-        if other and value is not None and ".".join(other) not in overridden:
+
+        other = None if value is None else _ALTERNATIVE.get(key)
+        if other and ".".join(other) not in overridden:
             tree[key[0]].pop(other[1], None)
             origins.pop(other, None)
     return problems
@@ -370,10 +381,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     """Return the settings that differ between two results of `to_dict`: dotted key -> (old,
     new)."""
     before, after = dict(_flatten(old)), dict(_flatten(new))
-    keys = dict.fromkeys([*before, *after])
     return {
         ".".join(key): (before.get(key), after.get(key))
-        for key in keys
+        for key in before | after
         if before.get(key) != after.get(key)
     }
 
@@ -398,6 +408,7 @@ def dump_yaml(
                 subsequent_indent="  # ",
                 break_on_hyphens=False,
             )
+
             line = f"  {key}: {_scalar(value)}"
             # YAML would parse a second line as content, so a comment must stay on one line.
             comment = " ".join((comments or {}).get(f"{section}.{key}", "").split())

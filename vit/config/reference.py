@@ -56,20 +56,24 @@ def settings() -> dict[str, Setting]:
                 content = schema["properties"][name]
                 if name == "name" and union_tags(section):  # `optim.name`, which selects the class
                     content = {"enum": union_tags(section), "default": union_tags(section)[0]}
-                groups = [each for each in field.metadata if isinstance(each, OnlyWith)]
+
                 described = Setting(
                     key,
                     type_in_words(content, schema.get("$defs", {})),
                     default=as_yaml(content.get("default", "none, it must be given")),
                     sentence=" ".join((field.description or "").split()),
                     may_change=MAY_CHANGE in field.metadata,
-                    only_with=tuple(group.conditions for group in groups),
+                    only_with=tuple(
+                        each.conditions for each in field.metadata if isinstance(each, OnlyWith)
+                    ),
                 )
                 first = every.setdefault(key, described)
                 if described.default != first.default.partition(" (")[0]:
                     optimizer = " or ".join(get_args(cls.model_fields["name"].annotation))
-                    default = f"{first.default} ({optimizer}: {described.default})"
-                    every[key] = replace(first, default=default)
+                    every[key] = replace(
+                        first, default=f"{first.default} ({optimizer}: {described.default})"
+                    )
+
     return every
 
 
@@ -87,20 +91,22 @@ def type_in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         if union in schema:
             members = [type_in_words(member, definitions) for member in schema[union]]
             return ", or ".join(dict.fromkeys(members))
+
     if "const" in schema or "enum" in schema:
         values = schema.get("enum", [schema.get("const")])
         return " | ".join(as_yaml(value) for value in values)
     if schema.get("type") == "array":
         if "prefixItems" in schema:
-            return (
-                f"[{', '.join(type_in_words(each, definitions) for each in schema['prefixItems'])}]"
-            )
+            items = [type_in_words(each, definitions) for each in schema["prefixItems"]]
+            return f"[{', '.join(items)}]"
         return f"list of {type_in_words(schema['items'], definitions)}"
+
     if schema.get("type") == "object":
         values = schema.get("additionalProperties") or next(
             iter(schema["patternProperties"].values())
         )
         return f"mapping of names to {type_in_words(values, definitions)}"
+
     bounds = [f"{word} {schema[bound]:g}" for bound, word in BOUNDS.items() if bound in schema]
     return " ".join([schema.get("type", "value"), *bounds])
 
