@@ -71,12 +71,15 @@ def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
     """
     tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
     if train_step.ema is not None:
-        average = train_step.ema.module.state_dict()
-        tensors |= {f"ema.{name}": value for name, value in average.items()}
+        tensors |= {
+            f"ema.{name}": value for name, value in train_step.ema.module.state_dict().items()
+        }
+
     for name, parameter in train_step.model.named_parameters():
         for key, value in train_step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optim.{key}.{name}"] = value
+
     tensors["scaler.loss_scale"] = train_step.loss_scale.value
     tensors["scaler.steps_since_overflow"] = train_step.loss_scale.steps_since_overflow
     return {name: value.detach() for name, value in tensors.items()}
@@ -98,6 +101,7 @@ def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
         free_bytes = shutil.disk_usage(folder.parent).free
     except OSError as error:
         raise _unwritable(folder, error) from None
+
     if free_bytes < needed_bytes * 1.01 + 2**20:
         raise CheckpointError(
             f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, but the disk has only"
@@ -117,8 +121,12 @@ def write_checkpoint(
     """Write `step_<n>`, remove the checkpoints that `kept` does not keep, and return the folder and
     the sha256 of its tensors.
 
-    tensors: keyed by names in the file. state: the fields of `RunState`. Raises CheckpointError if
-    the folder cannot be written. The previous checkpoint is then unchanged.
+    Args:
+        tensors: Keyed by names in the file.
+        state: The fields of `RunState`.
+
+    Raises:
+        CheckpointError: The folder cannot be written. The previous checkpoint is then unchanged.
     """
     folder = checkpoint_folder(run_dir, state["step"])
     try:
@@ -136,6 +144,7 @@ def write_checkpoint(
         if isinstance(error, WeightsError):
             raise CheckpointError(str(error)) from None
         raise _unwritable(folder, error) from None
+
     return folder, info["files"][STATE_FILE]["sha256"]
 
 
@@ -180,6 +189,7 @@ def _write(
     hidden = _hidden(folder)
     hidden.mkdir(parents=True)
     written = save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
+
     info = {
         "format_version": FORMAT_VERSION,
         **state,
@@ -189,6 +199,7 @@ def _write(
         "config": config,
     }
     _write_info(hidden, info)
+
     os.replace(hidden, folder)
     flush(folder.parent)
     _replace_text(folder.parents[1] / LATEST_FILE, folder.name + "\n")
@@ -260,6 +271,7 @@ def newest_checkpoint(
         # `glob` would return nothing, and the run would start over.
         names = os.listdir(run_dir / CHECKPOINTS) if os.path.lexists(run_dir / CHECKPOINTS) else []
         candidates = complete_checkpoints(run_dir)
+
     for folder in candidates:
         try:
             return FoundCheckpoint(folder, read_info(folder, verify))
@@ -272,7 +284,9 @@ def newest_checkpoint(
             log_line(
                 f"{error}; renamed to {_set_aside(folder).name}, trying the previous checkpoint"
             )
-    if candidates or (verify and Path(LATEST_FILE).name in names):
+
+    is_begun = verify and Path(LATEST_FILE).name in names
+    if candidates or is_begun:
         raise CheckpointError(
             f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or missing; restore a good one,"
             " or remove this folder and run the same command to start over"
@@ -320,6 +334,7 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
         target_shape = list(targets[name].shape)
         if list(shapes[name]) != target_shape:
             wrong.append(f"has {name} as {list(shapes[name])} instead of {target_shape}")
+
     if wrong:
         raise CheckpointError(
             f"{folder}: does not fit this model and optimizer: it {few(wrong, limit=3)}:"
@@ -337,12 +352,15 @@ def mark_interrupted(
     # whose ranks always run out of memory would be queued again forever.
     if world.has_killed_rank():
         return
+
     # A new run that is preempted (SIGTERM) is marked, although its folder may not exist yet. A new
     # run that a user stops with Ctrl-C is not marked, although it may already have the lock. The
     # folder of a new run may by now belong to another process.
     owns_folder = lock.is_held or (is_new and not folder.is_dir())
-    if not owns_folder or (is_new and number != signal.SIGTERM):
+    is_stopped_new_run = is_new and number != signal.SIGTERM
+    if is_stopped_new_run or not owns_folder:
         return
+
     with suppress(OSError, CheckpointError):  # report only the signal
         folder.mkdir(parents=True, exist_ok=True)
         newest = newest_checkpoint(folder)

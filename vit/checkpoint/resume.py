@@ -60,9 +60,12 @@ def find_checkpoint(
 ) -> checkpoints.FoundCheckpoint | None:
     """Return the checkpoint from which to resume; None in a new folder.
 
-    All ranks must call this. settings: the result of `config_io.to_dict`. facts: other values that
-    must match. allowed: settings that may differ. Raises ValueError if the checkpoint belongs to
-    another run.
+    All ranks must call this. Raises ValueError if the checkpoint belongs to another run.
+
+    Args:
+        settings: The result of `config_io.to_dict`.
+        facts: Other values that must match.
+        allowed: Settings that may differ.
     """
 
     def read_newest() -> tuple[str, dict] | None:
@@ -77,6 +80,7 @@ def find_checkpoint(
     newest = world.broadcast_from_main(read_newest)
     if newest is None:
         return None
+
     name, info = newest
     return checkpoints.FoundCheckpoint(folder / CHECKPOINTS / name, info)
 
@@ -91,6 +95,7 @@ def settings_for_start(config: Config, folder: Path, world: World) -> Config:
     stored = world.broadcast_from_main(lambda: _stored_precision(folder))
     if config.train.precision != "auto" or stored in (None, chosen.train.precision):
         return chosen
+
     if world.is_main:
         print(
             f"note: the run continues in {stored}, in which it began; train.precision=auto means"
@@ -113,8 +118,8 @@ def settings_of_step(
 def _stored_precision(folder: Path) -> str | None:
     """Return the precision of the newest checkpoint in `folder`, or None."""
     with suppress(ValueError):  # `find_checkpoint` reports and repairs it
-        if newest := checkpoints.newest_checkpoint(folder):
-            return newest.info["config"]["train"]["precision"]
+        newest = checkpoints.newest_checkpoint(folder)
+        return newest.info["config"]["train"]["precision"] if newest else None
     return None
 
 
@@ -131,6 +136,7 @@ def fit_state(
                 f"{folder} has reached step {state.step}, but the run ends at step"
                 f" {plan.total_steps}: nothing is left to train"
             )
+
     if not state.is_finished(plan):
         restart_best(folder, state, world)
     renew_bits(state.facts, facts)
@@ -236,6 +242,7 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
     largest, smallest = world.max_(ends).tolist()
     if largest == -smallest:
         return
+
     if not world.is_main:
         world.gather("settings", _shared(settings))
 
@@ -265,26 +272,32 @@ def check_belongs(
 
     info: the content of the checkpoint's `checkpoint.json`.
     """
-    changed = _changed_settings(info["config"], str(path), settings)
-    changed = {key: values for key, values in changed.items() if key not in allowed}
+    changed = {
+        key: values
+        for key, values in _changed_settings(info["config"], str(path), settings).items()
+        if key not in allowed
+    }
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in changed.items()]
     of_data = _changed_facts(info["facts"], facts)
     lines += of_data
-    if lines:
-        # No flag accepts other data, and some settings change which values a checkpoint contains.
-        accepted = " ".join(f"--allow-change {key}" for key in changed)
-        is_same_data = all(line.lstrip().startswith((*_NOT_DATA.values(),)) for line in of_data)
-        hint = f", or accept the changes with {accepted}" if changed and is_same_data else ""
-        if any(_changes_bits(key, info["facts"], facts) for key in _NOT_DATA):
-            hint += (
-                "; or continue with different bits: train.exact_over_ranks=false --allow-change"
-                " train.exact_over_ranks"
-            )
-        differences = "\n".join(lines)
-        raise ValueError(
-            f"{path} belongs to a run with different settings:\n{differences}\nUse another run.dir,"
-            f" restore the settings{hint}"
+    if not lines:
+        return
+
+    # No flag accepts other data, and some settings change which values a checkpoint contains.
+    accepted = " ".join(f"--allow-change {key}" for key in changed)
+    is_same_data = all(line.lstrip().startswith((*_NOT_DATA.values(),)) for line in of_data)
+    hint = f", or accept the changes with {accepted}" if changed and is_same_data else ""
+    if any(_changes_bits(key, info["facts"], facts) for key in _NOT_DATA):
+        hint += (
+            "; or continue with different bits: train.exact_over_ranks=false --allow-change"
+            " train.exact_over_ranks"
         )
+
+    differences = "\n".join(lines)
+    raise ValueError(
+        f"{path} belongs to a run with different settings:\n{differences}\nUse another run.dir,"
+        f" restore the settings{hint}"
+    )
 
 
 def _changed_settings(
@@ -315,6 +328,7 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     new = {"chosen": "all samples", **facts}
     old_names = old.pop("class_names", [])
     new_names = new.pop("class_names", [])
+
     lines = []
     if old.get("teacher_sha256") != new.get("teacher_sha256"):
         teachers = [
@@ -322,13 +336,14 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
             for facts in (old, new)
         ]
         lines.append(f"  teacher: {teachers[0]} there, {teachers[1]} here")
+
+    ignored = {key for key in _NOT_DATA if not _changes_bits(key, old, new)} | {"teacher_sha256"}
     lines += [
         f"  {_NOT_DATA.get(key, f'data: {key}')} {old.get(key, 'none')} there, {value} here"
         for key, value in new.items()
-        if key != "teacher_sha256"
-        and old.get(key) != value
-        and (key not in _NOT_DATA or _changes_bits(key, old, new))
+        if old.get(key) != value and key not in ignored
     ]
+
     # Data without class names have an empty list, so `strict` must be off.
     pairs = zip(old_names, new_names, strict=False)
     renamed = [label for label, (before, after) in enumerate(pairs) if before != after]

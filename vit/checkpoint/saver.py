@@ -56,9 +56,12 @@ class SavedBeside(Protocol):
 class Saver:
     """Writes checkpoints and weights of a run on rank 0. All ranks must make the same calls.
 
-    config: the result of `config_io.to_dict`. class_names: the class names of the training data.
-    kept: the checkpoints to keep. record: receives a line for each complete checkpoint. beside:
-    other data to write at each save.
+    Args:
+        config: The result of `config_io.to_dict`.
+        class_names: The class names of the training data.
+        kept: The checkpoints to keep.
+        record: Receives a line for each complete checkpoint.
+        beside: Other data to write at each save.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Saver:
         self._class_names = class_names
         self._kept = kept
         self._record = record
+
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -108,6 +112,7 @@ class Saver:
         began = time.perf_counter()
         collected = [each.collect() for each in self._beside]
         self.prepare()  # allocates memory only for a save before the first step
+
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
@@ -119,6 +124,7 @@ class Saver:
                 check_room(self._run_dir, state.step, needed_bytes)
         if self._snapshot is None:
             return
+
         tensors = named_tensors(self._train_step)
         buffers = (f"model.{name}" for name, _ in self._train_step.model.named_buffers())
         changing = [name for name in buffers if name in tensors]
@@ -155,6 +161,7 @@ class Saver:
         if self._thread is not None and not at_once:
             self._thread.join()
             self._thread = None
+
         with suppress(ValueError):
             self._tell_complete()
         if self._snapshot is not None and self._thread is None:
@@ -192,6 +199,7 @@ class Saver:
         """Write the copied state. Runs in the thread."""
         assert self._snapshot is not None, "save has made it"
         began = time.perf_counter()
+
         self._write_lines(collected)
         self._snapshot.wait()
         if weights:
@@ -201,6 +209,7 @@ class Saver:
         if not with_checkpoint:
             self._place.push()
             return
+
         folder, sha256 = write_checkpoint(
             self._run_dir,
             self._snapshot.tensors,
@@ -215,6 +224,7 @@ class Saver:
             "written_s": round(time.perf_counter() - began, 4),
             "sha256": sha256,
         }
+
         uploaded_s = self._place.push()
         if uploaded_s is not None:
             values["uploaded_s"] = round(uploaded_s, 4)
@@ -226,8 +236,10 @@ class Saver:
         config = config_io.from_dict(self._config, "the run's config")
         if lacking("timm", config):
             return
-        model = self._train_step.model
-        content = timm_config(ProgramModel(model, config, num_classes, self._class_names))
+
+        content = timm_config(
+            ProgramModel(self._train_step.model, config, num_classes, self._class_names)
+        )
         last = weights_file(self._run_dir, "last", self._train_step.ema is not None)
         path = last.with_name(TIMM_CONFIG_FILE)
         try:
@@ -235,6 +247,7 @@ class Saver:
             write_json(path, content)
         except OSError as error:
             raise cannot_write(path, error) from error
+
         # A link needs no second copy, and may point to a file that does not exist yet. Without
         # the link, timm would open another file.
         with suppress(OSError):
@@ -286,5 +299,6 @@ class Saver:
             grown += max(size - old, 0)
             # The old file is removed only when the new one is complete, so both exist for a while.
             replaced = max(replaced, min(size, old))
+
         is_new = with_checkpoint and not checkpoint_folder(self._run_dir, state.step).exists()
         return grown + max(self._snapshot.num_bytes if is_new else 0, replaced)

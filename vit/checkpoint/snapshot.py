@@ -39,10 +39,12 @@ class Snapshot:
         self._cuda = cuda
         self._is_locked = False
         self._copied: torch.cuda.Event | None = None
+
         sizes = [math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
         self.num_bytes = sum(sizes)
         self._memory = _private_memory(self.num_bytes)
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
+
         self.tensors: dict[str, Tensor] = {}
         """The copies on the host, keyed by name, in row-major order."""
         begin = 0
@@ -57,6 +59,7 @@ class Snapshot:
             # torch would start another set of threads for this thread, but numpy does not.
             self._memory.numpy().fill(0)
             return
+
         with self._cuda.device(self._device):
             self._is_locked = page_lock(
                 self._memory, "memory for copies of the state", "training waits during the copy"
@@ -75,10 +78,11 @@ class Snapshot:
             for name, tensor in tensors.items():
                 self.tensors[name].copy_(tensor)
             return None
-        computing = self._cuda.current_stream(self._device)
+
         for name in changing:
             self.tensors[name].copy_(tensors[name], non_blocking=True)
-        self._stream.wait_stream(computing)
+
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
             for name, tensor in tensors.items():
                 if name not in changing:
@@ -95,6 +99,7 @@ class Snapshot:
         """Unlock the memory. No copies are allowed afterwards."""
         if not self._is_locked:
             return
+
         self._is_locked = False
         # A failed device has already raised an error, so ignore the error of this call.
         with suppress(RuntimeError), self._cuda.device(self._device):
