@@ -76,38 +76,38 @@ class Copy:
 
         Raises ValueError if the folder is not a copy of this URL.
         """
-        folder = self.folder
-        url = self._url
         try:
-            saved = json.loads((folder / COPY_FILE).read_text())
+            saved = json.loads((self.folder / COPY_FILE).read_text())
             saved_url = str(saved["url"])
             same = {name: (int(a), int(b), str(c)) for name, (a, b, c) in saved["same"].items()}
         except FileNotFoundError:
-            if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
+            if self.folder.is_dir() and any(path.name != ".lock" for path in self.folder.iterdir()):
                 raise ValueError(
-                    f"{folder}: cannot be the working copy of {shown(url)}, because it contains"
-                    " other files: choose another run.local_dir"
+                    f"{self.folder}: cannot be the working copy of {shown(self._url)}, because it"
+                    " contains other files: choose another run.local_dir"
                 ) from None
             self.save()
             return
         except (ValueError, KeyError, TypeError):
             # A power failure damaged the list, so all files are compared again.
             return
+
         if saved_url != self._url:
             raise ValueError(
-                f"{folder}: is the working copy of {saved_url}, not of {shown(url)}: choose another"
-                " run.local_dir"
+                f"{self.folder}: is the working copy of {saved_url}, not of {shown(self._url)}:"
+                " choose another run.local_dir"
             )
         self._same = same
 
     def is_same(self, name: str, version: Version | None) -> bool:
         """Return whether the local file is known to equal the file of this `version` at the URL."""
         size, time_ns, tag = self._same.get(name, (-1, -1, ""))
-        if size < 0 or version is None or (size, time_ns) != self.stamp(name):
+        if size < 0 or version is None:
             return False
         # Uploads do not return a tag. Comparing sizes is sufficient, because this job holds the
         # lease.
-        return size == version.size and tag in ("", version.tag)
+        is_same_there = size == version.size and tag in ("", version.tag)
+        return is_same_there and (size, time_ns) == self.stamp(name)
 
     def note(self, name: str, tag: str = "", stamp: tuple[int, int] | None = None) -> None:
         """Record that the local and remote files are identical. stamp: taken before the upload."""
@@ -152,12 +152,11 @@ class Copy:
 
 def plain_names(names: Iterable[str]) -> list[str]:
     """Return the names of files to copy unchanged. Checkpoints and metrics are not among them."""
+    visible = [name for name in names if name and "/." not in f"/{name}"]
     return [
         name
-        for name in names
-        if name
-        and name.partition("/")[0] not in (*ONLY_HERE, RECORD_FOLDER)
-        and not any(part.startswith(".") for part in name.split("/"))
+        for name in visible
+        if name.partition("/")[0] not in (*ONLY_HERE, RECORD_FOLDER)
         # Skip the probe files that `_age_s` in lease.py writes.
         and not name.startswith(f"{LEASE_FILE.partition('.')[0]}.")
     ]
@@ -176,9 +175,14 @@ def bring(
 ) -> None:
     """Download the files in `versions` that are missing from `copy`, without partial files.
 
-    label: the name of the source in the progress line. into: the target folder, if it differs from
-    the files' own folder. Raises ValueError if the store fails, FileNotFoundError if a file was
-    removed after the listing, and OSError if the disk is full.
+    Args:
+        label: The name of the source in the progress line.
+        into: The target folder, if it differs from the files' own folder.
+
+    Raises:
+        ValueError: The store fails.
+        FileNotFoundError: A file was removed after the listing.
+        OSError: The disk is full.
     """
     missing = {
         name: version for name, version in versions.items() if not copy.is_same(name, version)
@@ -206,10 +210,10 @@ def checkpoints_in(listing: Mapping[str, Version]) -> dict[str, dict[str, Versio
     """Return the files of complete and incomplete checkpoints by folder name, newest first."""
     checkpoints: dict[str, dict[str, Version]] = {}
     for name, version in listing.items():
-        top, _, rest = name.partition("/")
-        folder, _, file = rest.partition("/")
-        if top == CHECKPOINTS and folder.startswith("step_") and file:
-            checkpoints.setdefault(folder, {})[name] = version
+        match = re.match(rf"{CHECKPOINTS}/(step_[^/]*)/.", name, re.DOTALL)
+        if match:
+            checkpoints.setdefault(match[1], {})[name] = version
+
     return dict(sorted(checkpoints.items(), reverse=True))
 
 
@@ -240,9 +244,9 @@ def bring_checkpoint(
         files = parts[folder]
         if all(copy.is_same(name, version) for name, version in files.items()):
             return folder
-        hidden = (
-            f"{CHECKPOINTS}/.tmp_{folder}"  # The next save removes leftover folders with this name.
-        )
+
+        # The next save removes leftover folders with this name.
+        hidden = f"{CHECKPOINTS}/.tmp_{folder}"
         for attempt in range(NUM_DOWNLOADS):
             shutil.rmtree(copy.folder / hidden, ignore_errors=True)
             bring(store, files, copy, f"{store}/{CHECKPOINTS}/{folder}", hidden)
@@ -254,10 +258,12 @@ def bring_checkpoint(
                     f"{store}: {folder}: {problem}: downloading the checkpoint again",
                     file=sys.stderr,
                 )
+
         if problem:
             shutil.rmtree(copy.folder / hidden, ignore_errors=True)
             on_damage(folder, problem)
             continue
+
         place = copy.folder / CHECKPOINTS / folder
         if place.exists():
             shutil.rmtree(place)

@@ -74,10 +74,12 @@ def local_run(url: str, only_weights: bool = False) -> Path:
     store = store_at(url, PATIENCE_S, "")
     folder = cache_of(url, "fetched")
     folder.parent.mkdir(parents=True, exist_ok=True)
+
     with open(folder.parent / "lock", "w") as lock:
         with suppress(OSError):
             # Without locks on this file system, replacing whole files is still safe.
             fcntl.flock(lock, fcntl.LOCK_EX)
+
         for look in range(1, NUM_LOOKS + 1):
             try:
                 return _fetch(store, folder, url, OF_WEIGHTS if only_weights else READ)
@@ -103,6 +105,7 @@ def newest_info(url: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     copy = Copy(folder, url)
     copy.load()
+
     complete = complete_in(listing)
     bring(store, {info_name(name): listing[info_name(name)] for name in complete}, copy, url)
     remove_stale_checkpoints(folder, complete)
@@ -147,6 +150,7 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
         folder.parent.mkdir(parents=True, exist_ok=True)
         store.download("", folder)
         return folder
+
     folder.mkdir(parents=True, exist_ok=True)
     copy = Copy(folder, url)
     copy.load()
@@ -154,20 +158,22 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
         bring(store, listing, copy, str(store))
         copy.save()
         return folder
+
     versions = {name: listing[name] for name in plain_names(listing) if name.startswith(read)}
-    if not (versions or parts_in(listing) or complete_in(listing)):
+    if not any((versions, parts_in(listing), complete_in(listing))):
         raise ValueError(
             f"{store}: neither a run (with {CHECKPOINTS}/ or weights/) nor a checkpoint: it"
             f" contains {', '.join(sorted(listing)[:3])}"
         )
+
     bring(store, versions, copy, str(store))
     for name in set(plain_names(copy.names())) - listing.keys():
         (folder / name).unlink(missing_ok=True)
         copy.forget(name)
     with replacing(folder / METRICS_FILE) as file:
         file.write(read_record(store, listing))
-    newest = _bring_newer_checkpoint(store, listing, copy)
-    remove_stale_checkpoints(folder, newest)
+
+    remove_stale_checkpoints(folder, _bring_newer_checkpoint(store, listing, copy))
     copy.save()
     return folder
 
