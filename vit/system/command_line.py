@@ -78,11 +78,13 @@ class Parser(argparse.ArgumentParser):
         often just misspelled the missing option.
         """
         is_unknown = message.startswith("unrecognized arguments: ")
-        if options := self._unknown_options() if is_unknown or "are required: " in message else {}:
+        options = self._unknown_options() if is_unknown or "are required: " in message else {}
+        if options:
             hints = dict.fromkeys(hint for hint in options.values() if hint)
             message = "; ".join([f"unknown: {' '.join(options)}", *hints])
         elif is_unknown:
             message = f"unknown: {message.partition(': ')[2]}"
+
         raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> dict[str, str]:
@@ -95,14 +97,18 @@ class Parser(argparse.ArgumentParser):
             option, equals, value = argument.partition("=")
             if option in options or not re.match(r"--?[A-Za-z]", option):
                 continue
-            if self._hint and not equals and re.match(r"[^-=][^=]*$", following):
+
+            value_follows = not equals and re.match(r"[^-=][^=]*$", following)
+            if self._hint and value_follows:
                 value = following
                 argument = f"{argument} {value}"
+
             close = difflib.get_close_matches(option, options, n=1, cutoff=0.8)
             hint = self._hint(option, value) if self._hint and not close else ""
             if not hint and (close := difflib.get_close_matches(option, options, n=1)):
                 hint = f"did you mean {close[0]}?"
             hints[argument] = hint
+
         return hints
 
 
@@ -120,6 +126,7 @@ def add_model_flags(
         metavar="PIXELS",
         help="side, or height and width (default: the size used in training)",
     )
+
     parser.add_argument("--batch-size", type=int, metavar="N", help=batch_size)
     parser.add_argument("--num-workers", type=int, metavar="N", help=num_workers)
     parser.add_argument(
@@ -132,12 +139,15 @@ def add_model_flags(
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
     """Return a message for each invalid number among the flags of `add_model_flags`."""
+    numbers = {"--batch-size": (args.batch_size, 1), "--num-workers": (args.num_workers, 0)}
     problems = [
-        f"--{name.replace('_', '-')} {value}: expected at least {least}"
-        for name, least in (("batch_size", 1), ("num_workers", 0))
-        if (value := getattr(args, name)) is not None and value < least
+        f"{flag} {value}: expected at least {least}"
+        for flag, (value, least) in numbers.items()
+        if value is not None and value < least
     ]
-    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
+
+    sides = args.image_size or [1]
+    if len(sides) > 2 or min(sides) < 1:
         problems.append("--image-size: expected a side, or height and width, in pixels")
     return problems
 

@@ -75,11 +75,12 @@ def remove_if_abandoned(temporary: Path) -> None:
         descriptor, is_locked = _locked(temporary, fcntl.LOCK_NB)
         try:
             age_s = time.time() - _newest_change_s(temporary)
+            is_old = age_s > (86_400 if temporary.is_dir() else 600)
             is_surely_free = is_locked and f".{socket.gethostname()}." in temporary.name
-            if is_locked is False or not (
-                is_surely_free or age_s > (86_400 if temporary.is_dir() else 600)
-            ):
+            is_abandoned = is_locked is not False and (is_surely_free or is_old)
+            if not is_abandoned:
                 return
+
             if temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
@@ -136,6 +137,7 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
             # No link remains if another process removed the unlocked file as abandoned.
             if os.fstat(file.fileno()).st_nlink:
                 break
+
         _unfinished.add(file.fileno())
         stack.callback(_unfinished.discard, file.fileno())
         try:
@@ -168,10 +170,15 @@ def private_folder(path: Path) -> Path:
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
+
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        reason = "the folder does not belong to this user: remove it, or set TMPDIR"
-        raise PermissionError(errno.EPERM, reason, str(path))
+        raise PermissionError(
+            errno.EPERM,
+            "the folder does not belong to this user: remove it, or set TMPDIR",
+            str(path),
+        )
+
     path.chmod(0o700)
     return path
 
@@ -279,6 +286,7 @@ def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
         raise ShardError(
             f"{source}: not valid JSON ({error}); restore it from its source"
         ) from error
+
     if not isinstance(parsed, dict):
         raise ShardError(
             f"{source}: expected a JSON object, found {type(parsed).__name__}; restore it from its"

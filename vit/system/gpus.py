@@ -104,6 +104,7 @@ def find_gpu(name: str) -> Gpu:
     for gpu in GPUS:
         if _plain(name) == _plain(gpu.name):
             return gpu
+
     names = [gpu.name for gpu in GPUS]
     raise ValueError(
         f"{name!r} is not a known GPU{did_you_mean(name, map(str.lower, names))}: use one of"
@@ -140,19 +141,22 @@ def parse_gpus(
     """
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
     expected = f"--gpus {text!r}: expected a number and a name, as in 8xH200"
-    if match is None or (match[1] is not None and int(match[1]) == 0):
-        raise ValueError(expected)
-    if re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):  # the name is missing
+    if match is None:
         raise ValueError(expected)
     count, name = int(match[1] or 1), match[2]
-    given = (peak_tflops, bandwidth_gbs, memory_gib)
-    if peak_tflops is None or bandwidth_gbs is None or memory_gib is None:
-        if given != (None, None, None):
-            raise ValueError(
-                f"--gpus {text!r}: --peak-tflops, --bandwidth-gbs and --memory-gib describe a GPU"
-                " together: give all three, or none for a GPU in the table"
-            )
+    if count == 0 or re.fullmatch(r"[\d\s*x]*", name, re.IGNORECASE):  # the name is missing
+        raise ValueError(expected)
+
+    given = [each for each in (peak_tflops, bandwidth_gbs, memory_gib) if each is not None]
+    if not given:
         return count, find_gpu(name)
-    if not all(0 < number < float("inf") for number in (peak_tflops, bandwidth_gbs, memory_gib)):
+    if len(given) < 3:
+        raise ValueError(
+            f"--gpus {text!r}: --peak-tflops, --bandwidth-gbs and --memory-gib describe a GPU"
+            " together: give all three, or none for a GPU in the table"
+        )
+    if not all(0 < number < float("inf") for number in given):
         raise ValueError(f"--gpus {text!r}: its peak, bandwidth and memory must be positive")
-    return count, Gpu(name, peak_tflops, peak_tflops, memory_gib, bandwidth_gbs, re.escape(name))
+
+    peak, bandwidth, memory = given
+    return count, Gpu(name, peak, peak, memory, bandwidth, re.escape(name))

@@ -89,10 +89,12 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
         for line in text_of(root / "proc/meminfo").splitlines()
         if line.startswith("MemAvailable:")
     ]
+
     for group in _groups(root, "memory"):
         limit = text_of(group / "memory.max") or text_of(group / "memory.limit_in_bytes")
         used = text_of(group / "memory.current") or text_of(group / "memory.usage_in_bytes")
-        if limit.isdecimal() and used.isdecimal() and int(limit) < _V1_UNLIMITED:
+        has_limit = limit.isdecimal() and int(limit) < _V1_UNLIMITED
+        if has_limit and used.isdecimal():
             stat = dict(line.split() for line in text_of(group / "memory.stat").splitlines())
             cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             free.append(max(int(limit) - int(used) + cache, 0))
@@ -123,6 +125,7 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
     device = os.stat(path).st_dev
     path = path.resolve()
     device_number = f"{os.major(device)}:{os.minor(device)}"
+
     deepest_mount = kind = ""
     for line in text_of(root / "proc/self/mountinfo").splitlines():
         mount, _, described = line.partition(" - ")
@@ -223,10 +226,12 @@ def default_folder(root: Path = Path("/")) -> Path:
         if place.name == f"vit-{os.getuid()}" and _is_of_another(place):
             refused.append(f"{place} (another user's)")  # Another user created it first.
             continue
+
         kind = file_system(existing, root)
         if not is_shared(kind) and kind != "tmpfs":
             return place
         refused.append(f"{place} ({kind})")
+
     raise ShardError(
         f"found no folder on a local disk for the shard cache, only {', '.join(refused)}: set"
         " loader.cache_dir to one, such as /scratch or /local_disk"

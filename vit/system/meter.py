@@ -42,7 +42,9 @@ class Meter:
         with Meter("evaluating", 50_000, "images") as meter:
             meter.update(done=6_400)
 
-    shown: False prints nothing. into: a function that receives the text instead of stderr.
+    Args:
+        shown: False prints nothing.
+        into: A function that receives the text instead of stderr.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Meter:
         self.shown = shown and total > 0
         self.into = into
         self._began = self._printed_at = time.monotonic()
+
         self._live: Progress | None = None
-        if self.shown and into is None and sys.stderr.isatty():
+        is_live = self.shown and into is None and sys.stderr.isatty()
+        if is_live:
             self._live = Progress(
                 BarColumn(24),
                 TextColumn("{task.description}"),
@@ -82,9 +86,11 @@ class Meter:
         """Report `done` completed units, optionally `num_bytes` as a rate in MB/s, and the text
         `also`."""
         now = time.monotonic()
-        in_log = self.into is None and self._live is None
-        if not self.shown or (in_log and now - self._printed_at < LOG_EVERY_S):
+        is_in_log = self.into is None and self._live is None
+        is_too_soon = is_in_log and now - self._printed_at < LOG_EVERY_S
+        if is_too_soon or not self.shown:
             return
+
         self._printed_at = now
         elapsed_s = max(now - self._began, 1e-9)
         per_s = done / elapsed_s
@@ -96,8 +102,9 @@ class Meter:
         ]
         if num_bytes:
             parts.append(f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s")
+
         # Narrow terminals truncate the line, so put the least important text last.
-        text = f"{self.task}: {', '.join([*parts, *filter(None, [also])])}"
+        text = f"{self.task}: {', '.join(filter(None, [*parts, also]))}"
         if self.into is not None:
             self.into(text)
         elif self._live is not None:

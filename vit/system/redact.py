@@ -82,11 +82,13 @@ def shown(text: str) -> str:
         (_of_environment() | _known).items(), key=lambda item: -len(item[0])
     ):
         text = text.replace(secret, instead)
+
     if ":/" in text:
         text = USERINFO.sub(_without_userinfo, text)
         text = QUERY.sub(
             lambda match: f"{match[1]}?{match[2] if _is_shown_query(match[2]) else MASK}", text
         )
+
     text = _PARAMETER.sub(
         lambda match: match[0] if _NO_SECRET.fullmatch(match[2]) else f"{match[1]}{MASK}", text
     )
@@ -148,13 +150,15 @@ def _forms(secret: str, instead: str = MASK) -> dict[str, str]:
     """
     if len(secret) < (12 if secret.isdecimal() else 6) or _NO_SECRET.fullmatch(secret):
         return {}
-    quoted = {
+
+    forms = {
+        secret,
         urllib.parse.quote(secret),
         urllib.parse.quote(secret, safe=""),
         urllib.parse.quote_plus(secret),
         urllib.parse.unquote(secret),
     }
-    return dict.fromkeys({secret, *quoted}, instead)
+    return dict.fromkeys(forms, instead)
 
 
 def keep_secret(*secrets: str) -> None:

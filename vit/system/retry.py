@@ -45,8 +45,12 @@ class RetryableError(Exception):
         final: Exception | None = None,
         num_refusals: int = NUM_REFUSALS,
     ):
-        """retry_after_s: the shortest pause that the server allows. final: the error to raise after
-        `num_refusals` consecutive attempts."""
+        """Store the reason, and what limits the retries.
+
+        Args:
+            retry_after_s: The shortest pause that the server allows.
+            final: The error to raise after `num_refusals` consecutive attempts.
+        """
         super().__init__(reason)
         self.retry_after_s = retry_after_s
         self.final = final
@@ -76,14 +80,16 @@ class RetryPolicy:
         Raises ShardError with the number of attempts, their duration and the last reason. All other
         errors of `attempt` are raised unchanged.
 
-        address: URL or path for messages, without secrets. while_waiting: called a few times per
-        second during pauses; may raise an error to stop.
+        Args:
+            address: URL or path for messages, without secrets.
+            while_waiting: Called a few times per second during pauses; may raise an error to stop.
         """
         global _retries
         place = _server_or_folder(address)
         began = time.time(), steady_s()
         failed_s = 0.0
         refusals = 0
+
         for number in itertools.count(1):
             try:
                 result = attempt()
@@ -91,6 +97,7 @@ class RetryPolicy:
                 now_s = time.monotonic()
                 failed_s = failed_s or now_s
                 refusals = 0 if error.final is None else refusals + 1
+
                 outage = _outage_of(place, began, failed_s)
                 left_s = self.limit_s - (now_s - min(failed_s, outage.failed_s))
                 if left_s <= 0 or refusals >= error.num_refusals:
@@ -98,6 +105,7 @@ class RetryPolicy:
                         _outages.pop(place, None)
                         raise error.final from error
                     raise _exhausted(address, error, number, now_s - failed_s) from error
+
                 pause_s = min(self._pause_s(number, error), left_s)
                 outage.awaited_until_s = max(outage.awaited_until_s, now_s + pause_s)
                 if now_s + pause_s > outage.warn_at_s:
@@ -112,6 +120,7 @@ class RetryPolicy:
                         if error.final is None
                         else f"{error.num_refusals - refusals} more times",
                     )
+
                 _retries += 1  # This need not be atomic, because the number is only reported.
                 outage_failed_s = outage.failed_s
                 warn_at_s = outage.warn_at_s
@@ -125,8 +134,9 @@ class RetryPolicy:
             else:
                 ended = _outages.pop(place, None)
                 if ended is not None and ended.is_reported:
-                    away_s = steady_s() - ended.began[1]
-                    log.warning("%s: answers again after %.0f s", address, away_s)
+                    log.warning(
+                        "%s: answers again after %.0f s", address, steady_s() - ended.began[1]
+                    )
                 return result
         raise AssertionError("unreachable")
 

@@ -93,6 +93,7 @@ def resolve(text: str) -> str:
             _used[without] = used
         _remember(used)
         parts.append(used)
+
     return "::".join(parts)
 
 
@@ -116,6 +117,7 @@ def _remember(url: str) -> None:
     """Register the secrets of a URL, so that `shown` masks them."""
     if "://" not in url or url.startswith(PIPE):
         return
+
     parts = urllib.parse.urlsplit(url)
     userinfo, _, _ = parts.netloc.rpartition("@")
     user, _, password = userinfo.partition(":")
@@ -155,11 +157,13 @@ def expand_braces(pattern: str) -> list[str]:
     results are distinct.
     """
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
-        if choices := _choices(match[1]):
+        choices = _choices(match[1])
+        if choices:
             whole = [
                 pattern[: match.start()] + choice + pattern[match.end() :] for choice in choices
             ]
             return list(dict.fromkeys(name for part in whole for name in expand_braces(part)))
+
     return [pattern]
 
 
@@ -189,9 +193,10 @@ def credentials(url: str) -> dict[str, str]:
     )
     for value in headers.values():
         keep_secret(value, value.rpartition(" ")[2])
-    host = parts.hostname or ""
-    is_local = host in ("localhost", "::1") or host.startswith("127.")
-    if headers and parts.scheme == "http" and not is_local:
+
+    is_local = re.fullmatch(r"localhost|::1|127\..*", parts.hostname or "")
+    is_exposed = parts.scheme == "http" and not is_local
+    if headers and is_exposed:
         _warn_of_plain_text(parts.netloc.rpartition("@")[2])
     return headers
 
@@ -202,8 +207,9 @@ def login_hint(url: str) -> str:
     host = parts.hostname or ""
     ways = (
         f"a login for {host} in ~/.netrc, or {HEADER_VARIABLE}='{host} Authorization: Bearer ...'"
+        f"{', or HF_TOKEN' if _is_hugging_face(host) else ''}"
     )
-    ways += ", or HF_TOKEN" if _is_hugging_face(host) else ""
+
     if credentials(url) or parts.query:
         return "the login is wrong or has expired, or the file does not exist"
     if parts.netloc in _lost_login:
@@ -230,10 +236,9 @@ def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
     for line in filter(None, map(str.strip, os.environ.get(HEADER_VARIABLE, "").splitlines())):
         match = re.fullmatch(r"([\w.*\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
         if match is None:
-            example = f"{HEADER_VARIABLE}='data.example.org Authorization: Bearer ...'"
             raise ShardError(
                 f"{HEADER_VARIABLE}: expected lines with a host, a header and its value, such as"
-                f" {example}"
+                f" {HEADER_VARIABLE}='data.example.org Authorization: Bearer ...'"
             )
         if any(fnmatch.fnmatchcase(host, match[1].lower()) for host in _names(parts)):
             headers[match[2]] = match[3]
@@ -265,6 +270,7 @@ def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
         raise ShardError(
             f"{path}: cannot be read ({reason}): fix the file, or set NETRC to another file"
         ) from None
+
     login = next((hosts[host] for host in _names(parts) if host in hosts), None)
     return _basic(login[0], login[2] or "") if login else {}
 
