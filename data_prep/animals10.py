@@ -16,8 +16,6 @@ and KAGGLE_KEY, or the entry for www.kaggle.com in ~/.netrc.
 The data set's translate.py does not translate `ragno` (spider). ENGLISH below has all ten names.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections import defaultdict

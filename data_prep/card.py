@@ -10,8 +10,6 @@ Every source command writes the card last. This command rewrites the card of an 
       README.md             the shards of each split for Hugging Face, if no README.md exists yet
 """
 
-from __future__ import annotations
-
 import argparse
 
 from data_prep.command import command_line

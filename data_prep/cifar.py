@@ -16,8 +16,6 @@ The Python version (cifar-10-python.tar.gz) is not supported, because it consist
 loading a pickle can run arbitrary code.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Code shared by all `data_prep` commands: flags, dry runs and exit statuses."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import signal

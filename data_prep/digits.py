@@ -13,8 +13,6 @@ Random numbers come from a hash of (seed, original, rendering), so every image i
 others. Bytes are reproducible only with the same version of Pillow.
 """
 
-from __future__ import annotations
-
 import colorsys
 from collections.abc import Mapping
 from functools import partial

@@ -23,8 +23,6 @@ shards as its unpacked folder. A .tar.gz is first decompressed next to the origi
 fetches the archive into FOLDER and resumes after a lost connection.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import unicodedata

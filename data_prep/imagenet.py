@@ -16,8 +16,6 @@ image names, so all layouts produce the same shards. The counts must match Image
 training and 50,000 validation images in 1,000 classes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections import Counter, defaultdict

@@ -27,8 +27,6 @@ address. On the web, name the shards with braces, as in webdataset, unless the f
 the last shard it read. Until all shards are read, `<shard>.rows.npy` stores a shard's index rows.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter, defaultdict
 from pathlib import Path

@@ -12,8 +12,6 @@ original by at most 2 of 255 levels (63 dB). Quality 95 differs by 10 levels (47
 a quarter smaller, but tar padding removes this advantage. Uncompressed files are read in place.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import struct

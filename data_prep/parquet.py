@@ -16,8 +16,6 @@ column are the classes. A key consists of the row number in the split and the im
 are copied once to ROOT/_spool, because parquet has no random access.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter, defaultdict

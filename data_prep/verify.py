@@ -21,8 +21,6 @@ The main process needs about 30 bytes per image (40 MB for ImageNet-1k). Each wo
 shard's headers.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

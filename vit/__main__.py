@@ -9,8 +9,6 @@ installed package contains a copy of launch/ inside `vit`. `--config` accepts th
 `--config vit_b16` reads configs/vit_b16.yaml unless a file named `vit_b16` exists.
 """
 
-from __future__ import annotations
-
 import ast
 import runpy
 import sys

@@ -6,8 +6,6 @@ opened last, after everything else has succeeded. `Parts` lists the hooks and fu
 config adds to a plain run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 

@@ -5,8 +5,6 @@ this is the only module that names modules in strings. If the folder of a featur
 config that needs it is rejected.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress

@@ -15,8 +15,6 @@ between settings in `vit.config.checks`, so that a config is checked, and a stor
 without the feature. `Hook.opened` refuses what contradicts the data, and returns notes to log.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol

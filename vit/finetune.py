@@ -4,8 +4,6 @@ The original weights are evaluated on the same validation images, at their own i
 new image size.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

@@ -19,8 +19,6 @@ other's weights. The name `timm/<name>` creates a timm model.
     python launch/visualize.py shapes vit_b16     print shapes, parameters and GFLOP
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import OrderedDict

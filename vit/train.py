@@ -6,8 +6,6 @@ run continues bit for bit as if it had never stopped. The host reads the result 
 queueing the next step, so the device never waits for Python.
 """
 
-from __future__ import annotations
-
 from shlex import quote
 
 from vit.checkpoint.checkpoint import mark_interrupted

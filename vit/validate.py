@@ -1,7 +1,5 @@
 """Evaluate on all sets during training, record the results, and choose the best weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ A data set in a folder is read in place. For a data set at a URL, all files exce
 copied to a temporary folder. (`vit.data.shards.data_set` opens the splits for training.)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

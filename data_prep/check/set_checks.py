@@ -5,8 +5,6 @@ are read (data_prep/check/shard_checks.py), class names, labels, keys and duplic
 checked across shards.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

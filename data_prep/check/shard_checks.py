@@ -7,8 +7,6 @@ rows with new ones computed from the tar. The result contains error messages and
 sample. The main process uses these numbers to compare keys, images and labels across all shards.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

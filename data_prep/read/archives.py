@@ -6,8 +6,6 @@ which `read_zip_member` and `read_range` later use to read single images. Archiv
 absolute names, `..` or links are rejected, because official archives contain none.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

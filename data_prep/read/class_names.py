@@ -5,8 +5,6 @@ Flags that contradict `_info.json` are an error, because they would change label
 (`vit.weights.class_names` compares the classes of model and data.)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace

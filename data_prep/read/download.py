@@ -5,8 +5,6 @@ rest. The file is renamed only after it has been verified: by its checksum, or, 
 without a checksum, by reading its table of members.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import hashlib

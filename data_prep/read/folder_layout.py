@@ -6,8 +6,6 @@ folders that contain everything. If the folders allow two readings, or if folder
 not be used, the user must choose with --layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 

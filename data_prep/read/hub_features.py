@@ -3,8 +3,6 @@
 Columns and classes are recorded as JSON in each parquet file's schema, or as YAML in README.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ files are counted by suffix. Images in unsupported formats are counted separatel
 followed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -17,8 +17,6 @@ starting at 1) are used only to look up WNIDs, because labels in published weigh
 the sorted list of WNIDs.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import os

@@ -4,8 +4,6 @@ Each given archive or folder is identified by its name or its first image. The u
 downloads are searched as well.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ Hugging Face is a list with a header. Lists are recognized by their first rows, 
 the source.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -6,8 +6,6 @@ sizes are then written to `<name>.json`. In the copy, each image is a byte range
 one row group is in memory at a time.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

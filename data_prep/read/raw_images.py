@@ -1,7 +1,5 @@
 """Read small raw images from a few large files, for MNIST and CIFAR."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -5,8 +5,6 @@ may also contain a filler (`training_set`, `Test Images`, `val2017`), or other w
 with the folder of another split (`seg_train` and `seg_test`).
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ the mean and standard deviation of colors. The contact sheet shows one image fro
 classes. Equal data sets produce equal bytes with the same version of Pillow.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import json

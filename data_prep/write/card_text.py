@@ -1,7 +1,5 @@
 """Write the Markdown text of a data set card from the data set's records, index and some images."""
 
-from __future__ import annotations
-
 import bisect
 import json
 import os

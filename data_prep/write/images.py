@@ -10,8 +10,6 @@ The writer and the loader both decode with `vit.data.decode.images`, so the load
 image that the writer accepts.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 A job is a module-level function with one argument. Results are collected by name.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import sys

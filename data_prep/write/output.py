@@ -7,8 +7,6 @@ arrived, so an interrupted upload leaves nothing visible. The parts of an interr
 invisible but are billed. A lifecycle rule "AbortIncompleteMultipartUpload" removes them.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import shutil

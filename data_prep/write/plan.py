@@ -5,8 +5,6 @@ All settings that affect the bytes are recorded, in `_writing.json` until all sh
 in `_info.json`. An existing record is compared with the plan before anything is written.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -12,8 +12,6 @@ coefficients of both files.
 Source: ITU-T T.81, sections B.2.4.4 and F.1.2.3.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import NamedTuple
 

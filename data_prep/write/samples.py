@@ -1,7 +1,5 @@
 """Define a source's samples: their keys, their table in a catalog, and access to their bytes."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

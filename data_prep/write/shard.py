@@ -6,8 +6,6 @@ hashes the bytes. The sidecar lists unreadable images. `.idx` and the sidecar ar
 the sidecar marks the shard as complete.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

@@ -26,8 +26,6 @@ If the root is a URL, it gets the same files, but `_catalog` and `_spool` are in
 folder (TMPDIR).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -17,8 +17,6 @@ the tensor file. This reader can also read sharded files, written under FSDP2, o
 of ranks, so sharded training could use the same format.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ attempt, and broadcasts the result. To load the checkpoint, rank 0 then reads th
 broadcasts the values.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

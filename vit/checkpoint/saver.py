@@ -11,8 +11,6 @@ ranks stop at the next step, as after a signal. Rank 0 then raises the error whi
 wait for it.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -4,8 +4,6 @@ It also stores a hash of its own content. A flipped bit therefore cannot change 
 or the weights unnoticed. This module does not import torch, because programs that copy runs use it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ so the next update waits for the event (`TrainStep.copying`). The thread waits f
 it reads the copy. On a CPU, the copy is complete when `take` returns.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Collection, Mapping

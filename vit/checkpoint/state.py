@@ -1,7 +1,5 @@
 """The state of a run: everything in a checkpoint except tensors."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 `data` and each item of `data.sources` have the settings that select training samples.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,7 +1,5 @@
 """Parse the arguments that choose a config: the file, overrides, and allowed changes."""
 
-from __future__ import annotations
-
 from vit.config.hints import setting_for
 from vit.system.command_line import Parser
 

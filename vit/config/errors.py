@@ -1,7 +1,5 @@
 """Format each Pydantic error about a config as one line: key, value and allowed values."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

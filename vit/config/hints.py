@@ -1,7 +1,5 @@
 """Suggest the setting that a user meant by a misspelled key or another program's option."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from typing import cast, get_args

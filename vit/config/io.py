@@ -7,8 +7,6 @@ checks the result. Values of the file that an override makes void are dropped wi
 file cannot inherit from another file.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

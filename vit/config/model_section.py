@@ -4,8 +4,6 @@ Each setting except `name` is an argument of `vit.model.VisionTransformer`, whic
 defaults.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 

@@ -3,8 +3,6 @@
 `vit.optim.optimizer` creates the optimizers, and `vit.optim.groups` forms parameter groups.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag

@@ -4,8 +4,6 @@ classes of the sections -> `settings()` -> launch/explain.py, one setting in a t
                                         -> docs/reference.py, the page of all settings
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from functools import cache

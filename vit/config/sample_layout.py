@@ -3,8 +3,6 @@
 `vit.data.shards.members` applies these settings.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

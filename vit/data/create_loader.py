@@ -8,8 +8,6 @@ batches do not depend on the number of ranks, and random numbers depend only on 
 sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any

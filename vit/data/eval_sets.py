@@ -8,8 +8,6 @@ no later check detects a mismatch. ImageNet-V2's folders are named 0 to 999. The
 model's class numbers, regardless of the order of the shards.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

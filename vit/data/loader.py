@@ -15,8 +15,6 @@ Workers are processes, because training would wait for the GIL if threads decode
 (docs/experiments/).
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator

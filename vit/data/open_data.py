@@ -5,8 +5,6 @@ sources; `vit.extras.stream` replaces it for streams. `vit.data.storage.opening.
 split without a config.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

@@ -39,8 +39,6 @@ the blocks of draws. Draws that do not fill a batch at the end of an epoch are s
 `batch`, all of this applies to a shuffle (`aug_repeats` epochs) instead of an epoch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

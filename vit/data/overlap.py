@@ -5,8 +5,6 @@ Images from different indexes are compared by checksum and size, which finds cop
 folder without reading the images.
 """
 
-from __future__ import annotations
-
 from itertools import zip_longest
 from pathlib import Path
 

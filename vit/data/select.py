@@ -6,8 +6,6 @@ keep their places (`vit.data.changes`). A subset consists of the samples with th
 every smaller one. Sample numbers are sorted, so that neighbors in the shards stay neighbors.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

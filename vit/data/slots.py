@@ -8,8 +8,6 @@ becomes free when the last of these tensors is released.
 The memory is an anonymous file (memfd) because containers limit /dev/shm to 64 MiB.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

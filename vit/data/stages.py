@@ -7,8 +7,6 @@ training process only reads the status, so it sees the stage even if the process
 `vit.data.stall_watch` reports the stage, and `vit.monitor` writes the sums to metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Sequence

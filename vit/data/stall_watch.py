@@ -6,8 +6,6 @@ its stage and the time of the last change. `vit.data.worker_pool` replaces worke
 long. A training process that makes its own batches is reported but not stopped.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -9,8 +9,6 @@ simulated GPU that delays and reorders work as much as streams and events allow.
 removes each wait and checks that an error follows.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable

@@ -11,8 +11,6 @@ full. Several commands on one host share the work: each starts at a different bl
 block that it fetches.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

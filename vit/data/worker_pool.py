@@ -10,8 +10,6 @@ to make the missing parts. The run fails if two workers hang at the same part, o
 be killed. Without workers, `OwnProcess` makes the parts.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import multiprocessing

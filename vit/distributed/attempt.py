@@ -9,8 +9,6 @@ attempt. A rank that reads the name of an earlier attempt waits until rank 0 rep
     rank n    <name> n = <token>      joins the attempt when its token is in that list
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -13,8 +13,6 @@ of another socket is slower. torchrun's `--numa-binding` does the same, but it n
 fails on hosts that do not report the NUMA nodes of their GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ with status 0, so torchrun reports only the original failure. `StopSignals` hand
 stop a run.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

@@ -5,8 +5,6 @@ times out. The watchdog ends the run earlier, so `dump` writes the record itself
 which is part of torch, compares the files of all ranks. gloo has no such record.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import suppress

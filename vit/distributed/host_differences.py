@@ -3,8 +3,6 @@
 each rank: `software` and the caller's values -> {name: value} -> rank 0: `differences`
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

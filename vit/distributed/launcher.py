@@ -1,7 +1,5 @@
 """End a rank soon after its torchrun ends, and end torchrun soon after its ranks end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

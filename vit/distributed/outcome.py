@@ -8,8 +8,6 @@ written only on the host whose rank reports it. Launchers start quickly, because
 not import torch.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

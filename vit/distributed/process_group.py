@@ -5,8 +5,6 @@ other ranks on the kind of device, and returns the `World` (vit/distributed/worl
 modules use. CPU ranks communicate through gloo, and GPU ranks through NCCL.
 """
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import os

@@ -19,8 +19,6 @@ In each beat, a rank sends one small message, then checks for a verdict and for 
 requests per second, and rank 0 reads 0.2 MB every 30 s (tests/scale measures both).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -31,8 +31,6 @@ A failure of one rank reaches the other ranks in these ways:
   ranks that hang.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -4,8 +4,6 @@ Each file is loaded into a model and evaluated by an `Evaluator`. With several f
 the paired difference between each file and the first.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The hook and the gradient sum for `train.exact_over_ranks`."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from vit.config.schema import Config

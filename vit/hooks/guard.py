@@ -14,8 +14,6 @@ above the mean of the last 128 steps. This module uses the median and the median
 instead, because a spike in the window does not raise them.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ end of an epoch. The sum of the checksums over all ranks is the same for any num
 `RunState` stores this sum, and it is written to metrics.jsonl at the end of the epoch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vit.data.batches import Batch

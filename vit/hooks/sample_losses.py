@@ -12,8 +12,6 @@ marks rows that were not reached or unreadable. The loss uses the training targe
 images are mixed.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ An image that cannot be read or decoded has weight 0, and `bad_keys` contains th
 images are not affected.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

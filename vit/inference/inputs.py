@@ -6,8 +6,6 @@ read at their offsets. Files named on the command line must exist. Names in a li
 until the image is read.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ cats/1.jpg,,cat,0.981244,dog,0.012345
 cats/2.jpg,0 bytes,,,,
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

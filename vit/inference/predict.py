@@ -5,8 +5,6 @@ GPU, the results of a batch are read after the next batch is queued, so neither 
 waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

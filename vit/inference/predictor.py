@@ -12,8 +12,6 @@
 4. Normalize the pixels as in evaluation                                    Preprocess.normalize
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Sequence

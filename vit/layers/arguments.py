@@ -1,7 +1,5 @@
 """Check the arguments and inputs of a model, and report all mistakes in one error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

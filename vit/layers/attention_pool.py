@@ -1,7 +1,5 @@
 """The MAP head: a learned query attends to all patches and replaces the class token."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@
 and `vit.start.compiling` creates the groups, or turns activation checkpointing on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

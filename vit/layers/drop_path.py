@@ -18,8 +18,6 @@ Both forms draw for all branches before the first block, and `add_branch` adds e
 `PatchDropout` drops patches of images instead of branches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The attributes that every model has, ours or timm's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ built for the other size, because `vit.weights.files` resamples in the same way.
                                      `AtSize.rope`      -> the rotary table of that grid
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

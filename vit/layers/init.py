@@ -1,8 +1,6 @@
 """Initialize weights by the rules of timm or JAX, or skip the initialization of a model that is
 loaded from a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Normalization layers and LayerScale, with timm's names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

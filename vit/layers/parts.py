@@ -1,7 +1,5 @@
 """Find parts of a model by name, for this project's and timm's models."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

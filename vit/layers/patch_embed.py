@@ -1,7 +1,5 @@
 """Patch embeddings: a linear map, optionally between two norms (Dual PatchNorm)."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from vit.layers.norm import create_norm

@@ -1,7 +1,5 @@
 """Position embeddings: fixed 2-D sine-cosine, and resampling to a different grid."""
 
-from __future__ import annotations
-
 import math
 
 import torch

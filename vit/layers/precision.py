@@ -1,7 +1,5 @@
 """Training precision: autocast, the fp16 loss scale, and a warning about emulated formats."""
 
-from __future__ import annotations
-
 import timeit
 from contextlib import AbstractContextManager, nullcontext
 

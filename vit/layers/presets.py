@@ -1,7 +1,5 @@
 """The model sizes of the ViT papers, as arguments of `vit.model.VisionTransformer`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {

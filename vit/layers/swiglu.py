@@ -1,7 +1,5 @@
 """Gated MLPs: SwiGLU (Shazeer 2020, arXiv 2002.05202) in timm's two weight layouts."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -5,8 +5,6 @@ attributes `image_size` (height, width) and `in_chans`, because callers such as
 `vit.training.model_summary.flops_per_image` read the input shape from them.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

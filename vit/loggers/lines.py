@@ -4,8 +4,6 @@ A restarted run appends to the same file. From the step of a `start` line on, la
 replace earlier lines.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The interface of a display of metrics, such as Weights & Biases or TensorBoard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol

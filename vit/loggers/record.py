@@ -6,8 +6,6 @@ run continues and writes the same file. A resumed run appends to the file, and
 `read_metrics` drops the lines that a resumed run has replaced. `StartTimes` measures the startup.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -7,8 +7,6 @@ of `optim` define the groups: `no_weight_decay` (decayed or not), `layer_decay` 
     named parameters -> (layer, Muon or not, decayed or not) -> groups, for `torch.optim`
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

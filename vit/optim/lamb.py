@@ -3,8 +3,6 @@
 timm counts steps on the host, where it is unknown whether the previous update was skipped.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import timm.optim

@@ -11,8 +11,6 @@ The copy exists only during the update, after the activations have been freed. A
 as the change in the weights, which works for every optimizer and for skipped updates.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ the update. A non-finite gradient therefore never reaches weights or optimizer s
 host-device sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

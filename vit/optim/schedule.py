@@ -3,8 +3,6 @@
 The functions have no state, so a resumed run gets the same values as an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import math
 
 

@@ -9,8 +9,6 @@ The copy exists only during the update, after the activations have been freed.
 benchmarks/optimizers.py measures the cost.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -15,8 +15,6 @@ would take longer each time. Replacing only the last part could lose lines if th
 during the upload to a store that is not atomic.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

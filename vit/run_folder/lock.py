@@ -1,7 +1,5 @@
 """The lock of a run folder, which prevents two processes from writing to it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

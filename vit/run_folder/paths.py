@@ -16,8 +16,6 @@
 This package does not import torch, because batch scripts and programs that copy runs use it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -8,8 +8,6 @@ Files whose current version is already in the cache are not downloaded again. Th
 during the download. If a file is removed during the download, the listing is read again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys

@@ -1,7 +1,5 @@
 """Choose the kernel that computes attention in this process (`train.attention`)."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

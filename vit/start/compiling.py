@@ -1,7 +1,5 @@
 """Compile a model, or turn on activation checkpointing, without changing the results."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

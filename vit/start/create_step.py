@@ -1,7 +1,5 @@
 """Create the training step: compile and wrap the model, and create the optimizer."""
 
-from __future__ import annotations
-
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.distributed.process_group import World

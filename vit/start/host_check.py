@@ -1,7 +1,5 @@
 """Check each host, and the disk of the run folder, before the model is created."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from vit.checkpoint.checkpoint import checkpoint_folder

@@ -7,8 +7,6 @@ values are sent in collectives, and everything else through the store.
     `init.checkpoint`    rank 0: file -> its model -> the values of all models
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

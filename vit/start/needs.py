@@ -4,8 +4,6 @@
 reports them in advance.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ remedy. If a setting only makes the run slow, a note is logged. The measured num
 metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path

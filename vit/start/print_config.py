@@ -1,7 +1,5 @@
 """Print a config: every value with its origin, and every derived number."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 

@@ -9,8 +9,6 @@ If shards are sorted by class and a shuffle only mixes samples that are stored c
 batches contain few classes and samples move little.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The log lines before the first step: the model, its batches, and likely mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

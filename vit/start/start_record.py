@@ -5,8 +5,6 @@ The `start` line contains the attempt's config, plan, data and host. The report 
 logged. Then the loggers are started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

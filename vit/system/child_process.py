@@ -1,7 +1,5 @@
 """Set up worker processes so that they ignore signals, exit with their parent, and mask secrets."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,8 +1,6 @@
 """Define the argument parser of all commands. It reports an error in one line, with a
 suggestion."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

@@ -4,8 +4,6 @@ A file gets its final name only after it has been written completely and flushed
 therefore sees either the old file or the new one.
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import fcntl

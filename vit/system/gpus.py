@@ -4,8 +4,6 @@ The table has the dense peak of the data sheet, because model FLOPs utilization 
 that peak. The peak with structured sparsity is twice as high, but training does not use sparsity.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ module implements its own hash, because libraries do not guarantee stable random
 `tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` contain expected results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

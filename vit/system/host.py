@@ -4,8 +4,6 @@
 a batch job further. Each level of nested groups may set a limit, and the smallest limit applies.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

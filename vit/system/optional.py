@@ -1,7 +1,5 @@
 """Turn a missing optional package of this project into an error for the user."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@
 process prints.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

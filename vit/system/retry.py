@@ -7,8 +7,6 @@ few times. Each process logs one warning, for all its threads, when a server sto
 one when the server answers again.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Format names in messages: suggest similar names and shorten long lists of names."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 

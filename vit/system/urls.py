@@ -10,8 +10,6 @@ lines of `host Header: value`; HF_TOKEN, for https://huggingface.co; and `.netrc
 by NETRC. A login is sent only to its own host, never to a different host after a redirect.
 """
 
-from __future__ import annotations
-
 import base64
 import fnmatch
 import functools

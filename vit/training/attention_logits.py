@@ -7,8 +7,6 @@ each layer. The report draws attention maps from the logits (`vit/extras/report/
     model, images -> input of each `Attention` -> queries, keys -> q k^T / sqrt(head_dim)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ pass stops where the frozen part ends.
     config -> create_model -> freeze -> optimizer, EMA, DDP, planner (read `requires_grad`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ losses include label smoothing. The training step weights and sums the row losse
 losses replace the targets with a teacher's logits (`vit.training.teacher`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -5,8 +5,6 @@ Counts are integers on the device, and losses are summed in fixed point, so the 
 on the order of batches or the number of ranks. The ranks' sums are added only once, at the end.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 

@@ -8,8 +8,6 @@ counted.
     device -> peak: data sheet, or GEMM -> `Utilization` -> metrics.jsonl, live line, report, bench
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@
 The forward pass runs on the meta device, so it computes and allocates nothing.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import chain
 from typing import Any

@@ -4,8 +4,6 @@
 stay on the device and are copied to the host with the other numbers of the step.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@
 those of a teacher. To add an objective, such as masked autoencoding, write a subclass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ torchrun gives the number of ranks. The plan is computed before anything expensi
 batch cannot be divided evenly, the error lists sizes that work.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Replace `auto` in a run's settings, open its data, and compute its plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

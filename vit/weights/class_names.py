@@ -6,8 +6,6 @@ or not at all. A head with 1,000 rows and no class names is assumed to be for Im
 order of WordNet ids, which all published weights use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace

@@ -11,8 +11,6 @@ Sources: huggingface/transformers:src/transformers/models/vit/configuration_vit.
 image_processing_backends.py; huggingface/pytorch-image-models:timm/models/_pretrained.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

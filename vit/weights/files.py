@@ -11,8 +11,6 @@
 fix are raised as `WeightsError`. `vit.weights.save` writes weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

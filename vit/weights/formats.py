@@ -9,8 +9,6 @@ The content, not the file name, determines the format. Code in a file is never e
         -> `Content`, whose names vit/weights/layouts.py converts to this project's
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

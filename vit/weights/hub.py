@@ -9,8 +9,6 @@ Only rank 0 reads weights, so only rank 0 downloads them. The hub's client reads
 login and address from HF_HOME, HF_TOKEN (or `hf auth login`), HF_ENDPOINT and HF_HUB_OFFLINE.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -22,8 +22,6 @@ Programs that put a network into a class of their own prefix its names (`model.`
 `without_prefix` removes what precedes the name of the patch embedding.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read a weights file on rank 0, and send the weights to all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path

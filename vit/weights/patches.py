@@ -6,8 +6,6 @@
    three equal channels (timm's `adapt_input_conv`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

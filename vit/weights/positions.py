@@ -5,8 +5,6 @@
    resample the positions of the patches to the model's grid                   `fit_positions`
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import accumulate

@@ -16,8 +16,6 @@ This module downloads nothing. The settings of models that are missing from the 
 (vit/weights/published_models.py) come from timm, if timm is installed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

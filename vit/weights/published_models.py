@@ -1,7 +1,5 @@
 """List published models with the settings, accuracy and file names of their weights."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

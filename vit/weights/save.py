@@ -13,8 +13,6 @@ the sha256 of the complete file with zeros in place of the hash. Other programs 
 metadata. Files without a hash are not verified.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 `config.json` describes the network, and `preprocessor_config.json` the preprocessing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -10,8 +10,6 @@ This module draws no random numbers and never waits for the device. The augmenta
 (`vit.data.augment.draw`) stays on the host and contains the operations of each row.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -14,8 +14,6 @@ big_vision/pp/autoaugment.py of google-research/big_vision (nearest pixel, gray 
 including quirks of TensorFlow, which comments explain.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -11,8 +11,6 @@ numbers of the recipes. New random numbers need a new constant below. The length
 affects the random numbers, so a new operation needs a new set.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ and of kinds that share computation, are contiguous. The number of GPU kernels t
 the number of kinds, not on the number of images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from functools import partial

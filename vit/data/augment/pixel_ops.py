@@ -10,8 +10,6 @@ On a CPU, results equal Pillow's exactly unless a docstring states a difference.
 may differ by one level where the exact result is an integer.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -6,8 +6,6 @@ torchvision (transforms/autoaugment.py, `_get_policies`) and timm (data/auto_aug
 (`vit.data.augment.dialects`). timm has three versions of "posterize".
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ applies one operation to each image, with images sorted by kind (`vit.data.augme
 whole plan is sent to the device in one copy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

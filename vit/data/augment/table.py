@@ -5,8 +5,6 @@ host, and `vit.data.augment.apply` reads it. The config determines the columns: 
 the operations in order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

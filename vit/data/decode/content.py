@@ -1,7 +1,5 @@
 """Recognize files that are not images: web pages and compressed files."""
 
-from __future__ import annotations
-
 import re
 
 WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)

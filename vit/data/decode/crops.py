@@ -4,8 +4,6 @@
 directly to a row of the batch, without converting pixels to float.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 `vit.data.decode.images` decodes the bytes. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from importlib.util import find_spec

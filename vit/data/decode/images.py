@@ -19,8 +19,6 @@ uses 1 to 4 bytes of memory per pixel. Apart from this, only the requested pixel
 the largest image takes about 0.7 GB plus its window.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import math

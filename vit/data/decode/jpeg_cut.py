@@ -22,8 +22,6 @@ Source: ITU-T T.81, annexes B and E.1.4. The margin follows from libjpeg-turbo's
 of color (jdsample.c), which uses one color sample on each side.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from typing import NamedTuple

@@ -6,8 +6,6 @@ of the file to the first scan. Segments that are not needed (ICC profiles, table
 Source: ITU-T T.81, annex B; Exif 2.32, section 4.6 for the orientation.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 

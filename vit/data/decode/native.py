@@ -10,8 +10,6 @@ reason. The caller then uses simplejpeg. The decoder releases the GIL.
 fails on a small JPEG. `VIT_NATIVE=0` in the environment disables the decoder.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -5,8 +5,6 @@ images. `data_prep` rotates new photos when it writes shards. The model's inputs
 rotated too (`eval.apply_exif`).
 """
 
-from __future__ import annotations
-
 import io
 
 from PIL import Image

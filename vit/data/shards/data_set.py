@@ -16,8 +16,6 @@ timm's format plus optional keys. `<root>` may be a URL, or a folder that contai
 and the index of shards at a URL ("shards_at").
 """
 
-from __future__ import annotations
-
 import bisect
 import logging
 import os

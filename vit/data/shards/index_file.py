@@ -8,8 +8,6 @@ Each row contains the CRC-32C of the encoded image, which is verified when the i
 CRC is 0 (unknown) if the row was created without reading the image.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

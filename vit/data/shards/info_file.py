@@ -5,8 +5,6 @@ A writer calls `write_sidecar` for each complete tar, and then `make_info`. A re
 JSON is read as a dictionary. Callers handle missing and unknown keys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

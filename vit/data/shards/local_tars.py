@@ -4,8 +4,6 @@ After a temporary error, such as an unreachable file server or a stale handle, t
 and the read is retried.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -6,8 +6,6 @@ by class. Adjacent slices do not overlap and do not omit samples. A `SplitSlice`
 other split. Its samples are numbered from 0.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ pixels comes from the image header. The label comes from the member that the lay
 default `.cls`. Images are not decoded. Invalid samples are listed with the reason.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -9,8 +9,6 @@ position.
 would lose all later samples.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

@@ -15,8 +15,6 @@ are not synced to disk. After a power failure, a block may contain zeros, which 
 detect. A cache that becomes read-only slows down reading but causes no error.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

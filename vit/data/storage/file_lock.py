@@ -4,8 +4,6 @@ The process that holds the lock writes to `<path>.part` and then renames it. Eve
 times out, because the holder may be suspended.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

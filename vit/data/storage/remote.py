@@ -5,8 +5,6 @@ others. Both retry after temporary errors. The first response for a file contain
 ETag), and later responses must have the same version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

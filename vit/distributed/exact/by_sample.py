@@ -10,8 +10,6 @@ rows. Each dropout module runs about ten elementwise int64 operations, which tor
 into one kernel. The cost of drop path is negligible.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

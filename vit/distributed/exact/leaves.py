@@ -6,8 +6,6 @@ the sample (vit/distributed/exact/by_sample.py) or on the leaf, and gradients an
 along a tree over all leaves (vit/distributed/exact/tree_sum.py).
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator

@@ -22,8 +22,6 @@ it.
 docs/exactness.md explains how the rest of a training step is made independent of the ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

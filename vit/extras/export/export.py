@@ -9,8 +9,6 @@
 The folder is written under a hidden name and renamed once all files are complete.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

@@ -9,8 +9,6 @@ The folder is complete before the upload starts, and the Hub shows a commit only
 have arrived.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from shlex import quote
 

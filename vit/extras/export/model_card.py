@@ -7,8 +7,6 @@ opening it        Python code that loads the folder
 recipe            the settings that differ from the defaults
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ TensorBoard may be turned on in the middle of a run. A thread of tensorboard wri
 training does not wait for the disk. An error ends only this display.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

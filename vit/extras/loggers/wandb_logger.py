@@ -12,8 +12,6 @@ Online, it runs during training. Offline, it runs after training and writes one 
     runs/<name>/wandb/console.log      the output of W&B
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

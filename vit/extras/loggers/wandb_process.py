@@ -15,8 +15,6 @@ keep their first values on W&B.
 The script makes one attempt. After a failure, `launch/report.py RUN --to-wandb` runs it again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

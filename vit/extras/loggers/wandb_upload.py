@@ -5,8 +5,6 @@ the server. If the run folder has no `wandb_id`, a new W&B run is created. Only 
 uploaded. With WANDB_MODE=offline, the run is written to disk for `wandb sync`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ tensors (`vit.extras.planner.memory`). Therefore, counting needs almost no memor
 even for a large model.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, NamedTuple
 

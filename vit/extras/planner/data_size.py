@@ -1,7 +1,5 @@
 """Find the number of images and classes for a forecast, from the data or as in ImageNet-1k."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from vit.compose import reader_of

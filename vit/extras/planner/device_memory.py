@@ -1,7 +1,5 @@
 """Measure time, and the memory of a process or its tensors on the GPU or the host."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

@@ -3,8 +3,6 @@
 `explain` adds a note to the error, and `vit.distributed.exit` prints the note.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -6,8 +6,6 @@ activations and a teacher's forward pass are added. `vit.extras.planner.speed` c
 measurements on the same GPU, and gives the range of complete published runs.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace

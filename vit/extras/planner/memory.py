@@ -11,8 +11,6 @@ The fake device is a CPU, because torch's autograd needs a real CUDA context for
 and GPUs keep the same tensors for the backward pass.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import astuple, dataclass
 

@@ -8,8 +8,6 @@ benchmarks/planner/planner_error.py fits the constants below to published measur
 docs/planner_error.md lists the errors.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

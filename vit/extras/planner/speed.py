@@ -4,8 +4,6 @@ results of launch/bench.py -> `choose_speed` -> `Speed`: a factor, and how wrong
 published.json -> `end_to_end` -> how much longer published runs took than their computation
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -28,8 +28,6 @@ recipe. Abbreviated flags, such as `--batch 256` for `--batch-size 256`, are acc
 published commands use them.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import math

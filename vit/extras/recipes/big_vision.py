@@ -7,8 +7,6 @@ Epochs are rounded to steps. Only ViTs are supported. Settings for intermediate 
 and few-shot probes are skipped.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import partial

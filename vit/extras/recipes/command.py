@@ -5,8 +5,6 @@ is evaluated. Other substitutions are replaced by SUBSTITUTED. The number of GPU
 launcher: torchrun, srun, mpirun, deepspeed, accelerate, or timm's shell script.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

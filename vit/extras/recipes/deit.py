@@ -6,8 +6,6 @@ including erasing. Models with LS in their names have the same drop-path rate in
 learning rate changes once per epoch, one epoch late.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -6,8 +6,6 @@ have the same drop-path rate. LAMB clips gradients only with `--clip-grad`. All 
 are in the same batch.
 """
 
-from __future__ import annotations
-
 from vit.extras.recipes.arguments import make_table, read_words
 from vit.extras.recipes.rates import map_schedule
 from vit.extras.recipes.reading import Findings, Program, Reading, Settings, differs, inert, same

@@ -4,8 +4,6 @@ Settings with a published ablation come first, and harmless settings come last
 (`vit.extras.recipes.effects`).
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Classify differences between recipes by kind, and quote published ablations."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from vit.checkpoint.resume import may_change

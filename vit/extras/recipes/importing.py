@@ -3,8 +3,6 @@
 The recipe is a command line, a YAML file of timm's train.py, or a Python config of big_vision.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

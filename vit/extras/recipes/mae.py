@@ -6,8 +6,6 @@ passed. The learning rate changes each step and starts at 0. Up to 224 px, evalu
 crop of 224/256 of the image. At larger sizes, evaluation uses the whole image.
 """
 
-from __future__ import annotations
-
 from vit.extras.recipes.arguments import ParsedArguments, make_table, read_words
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.deit import SUBMITIT_PLACES, SUBMITIT_RECIPE

@@ -4,8 +4,6 @@ The model is created on the meta device, which is fast for models of any size. A
 images as ImageNet-1k, unless the number of images is given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple

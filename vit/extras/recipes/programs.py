@@ -1,7 +1,5 @@
 """List the programs whose recipes are imported, and detect the program of a command."""
 
-from __future__ import annotations
-
 import re
 
 from vit.extras.recipes import big_vision, deit, deit3_jax, mae, timm_train, torchvision_references

@@ -7,8 +7,6 @@ code raises an error with its line number. Only the methods in `_METHODS` can be
 objects.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -4,8 +4,6 @@ A schedule is a function of the time in epochs, so per-step and per-epoch schedu
 Tests compare the functions with the schedulers of timm and torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

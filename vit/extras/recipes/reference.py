@@ -13,8 +13,6 @@ unless the published run was longer than the recipe. Values between two publishe
 interpolated. Evaluations before the first point or after the last point are not compared.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import json

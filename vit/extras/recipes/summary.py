@@ -1,7 +1,5 @@
 """Write an imported recipe as YAML, and print how its settings were mapped."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable
 from itertools import chain, takewhile

@@ -1,7 +1,5 @@
 """Map arguments that several projects share: batch size, augmentation, optimizer and others."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from typing import get_args

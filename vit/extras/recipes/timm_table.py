@@ -6,8 +6,6 @@ the package's release notes, its scheduler and loss factories, and the tests in 
 (test_multilabel.py, test_train_resume.py, test_sweep.py and test_checkpoint_loading.py).
 """
 
-from __future__ import annotations
-
 from vit.extras.recipes.arguments import make_table
 
 _RECIPE = """

@@ -7,8 +7,6 @@ without a policy. The learning rate changes once per epoch and starts at --warmu
 adds epochs, and so does the warm-up with --warmup-prefix.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache, partial

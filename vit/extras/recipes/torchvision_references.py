@@ -6,8 +6,6 @@ flags is given. The weight average is updated every --model-ema-steps steps. Its
 the batch size and the number of epochs. Images are resized bilinearly.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from vit.extras.recipes.arguments import make_table, read_words

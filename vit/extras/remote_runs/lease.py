@@ -22,8 +22,6 @@ late write replaces the new lease. The new holder recognizes the previous token 
 token again. The holder that wrote late waits until then, and reads the lease again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

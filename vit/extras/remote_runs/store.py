@@ -15,8 +15,6 @@ Only the main rank uses the store. If the store does not answer, training contin
 save. The run fails if the store does not answer for `loader.patience_s` seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

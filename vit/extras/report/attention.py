@@ -4,8 +4,6 @@ The sign of a component is arbitrary. The largest entry of each component is mad
 same weights always give the same picture.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

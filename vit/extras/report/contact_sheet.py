@@ -5,8 +5,6 @@ contains the same images with new random numbers. The captions are derived from 
 parameters. Only the last column shows mixing (MixUp or CutMix).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

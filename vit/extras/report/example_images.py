@@ -1,7 +1,5 @@
 """Select images for a figure from a validation split or from files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

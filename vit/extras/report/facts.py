@@ -4,8 +4,6 @@ folder.
 Missing values are None, which the template shows as a dash.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

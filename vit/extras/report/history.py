@@ -4,8 +4,6 @@ Lines that were damaged by a kill or a bad disk are skipped. Each `start` line b
 Steps that a later attempt repeated are removed.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The classes and probabilities come from `predictions.npz`, and the file names fr
 validation split.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 

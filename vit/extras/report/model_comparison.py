@@ -4,8 +4,6 @@ Each model uses its own preprocessing. The figure shows images that only one mod
 correctly, sorted by the confidence of the wrong prediction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

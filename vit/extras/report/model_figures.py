@@ -5,8 +5,6 @@ distances, features.
 figures for a run and its validation images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

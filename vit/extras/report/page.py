@@ -11,8 +11,6 @@ all external resources, and allows only one script, which is identified by its h
     runs/<name>/report/index.html
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -8,8 +8,6 @@ the reason is stored, and all other pictures are still drawn.
       filters.png  distance.png  tokens.png  norms.png  mistakes.csv
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Draw the learning rate, the weight decay and the published curve of a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The run may be finished, stopped, killed or still running. Each file is read on 
 is missing, ValueError is raised, and the report shows its message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property

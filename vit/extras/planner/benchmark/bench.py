@@ -6,8 +6,6 @@ config -> steps, batch sizes and number of images
        -> a dict of results for `vit.extras.planner.benchmark.certificate`
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, astuple, replace

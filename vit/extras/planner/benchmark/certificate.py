@@ -5,8 +5,6 @@
                                  -> `vit.extras.planner.speed.choose_speed`
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

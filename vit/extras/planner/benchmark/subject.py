@@ -5,8 +5,6 @@ images, labels and weights are on the device, and augmentation parameters are on
 of a step depends on the augmentation parameters but not on the pixel values.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 

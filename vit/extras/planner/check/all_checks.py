@@ -12,8 +12,6 @@
 Single-host checks come first, so their results are printed even if ranks cannot reach each other.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial

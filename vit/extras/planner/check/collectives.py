@@ -7,8 +7,6 @@ Pairs between hosts have equal local ranks, because fabrics with one network car
 such ranks.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence

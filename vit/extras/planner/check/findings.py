@@ -1,7 +1,5 @@
 """Print the findings of all checks as a table, with a remedy for each failure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple

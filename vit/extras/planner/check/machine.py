@@ -4,8 +4,6 @@ Clocks are compared through torch's store. When the last host has arrived, the s
 hosts within milliseconds, and one rank per host reads its clock.
 """
 
-from __future__ import annotations
-
 import configparser
 import importlib.util
 import netrc

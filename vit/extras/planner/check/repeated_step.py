@@ -4,8 +4,6 @@ Each rank trains alone, on the same synthetic batch and from the same weights, s
 same kernels must get the same bits. A rank that differs from the majority has a fault.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence

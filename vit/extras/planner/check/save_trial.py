@@ -1,7 +1,5 @@
 """Check which step a run would resume from, and test saving a checkpoint."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from pathlib import Path

@@ -10,8 +10,6 @@ sent through torch's store instead of a collective, so rank 0 can name a rank th
 After a rank failed to answer, checks that need all ranks are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable

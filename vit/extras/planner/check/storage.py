@@ -4,8 +4,6 @@ Test files are written to a hidden folder and then removed. If the check is kill
 removes them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -6,8 +6,6 @@ The test uses the same functions as training and starts from random weights. No 
 and all test files are removed.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator

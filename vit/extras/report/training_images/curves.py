@@ -12,8 +12,6 @@ With mixing, the weight of an observation is 2 lambda - 1, or 0 if lambda is bel
 loss and the margin are computed from the mixed input.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

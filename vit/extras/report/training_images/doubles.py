@@ -16,8 +16,6 @@ N images with D features need 4 N D bytes on the host and 2 N^2 D operations. Im
 ViT-B/16 needs 4 GB and 2.7e15 operations, which take seconds on a GPU or a day on a CPU core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ Pictures are embedded as data URIs, and curves as inline SVG. The page has no sc
 use the run's last weights and the evaluation preprocessing.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import time
