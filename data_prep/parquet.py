@@ -65,32 +65,36 @@ def find_files(source: Path) -> dict[str, list[Path]]:
             " Dataset.to_parquet of `datasets`"
         )
 
-    splits = defaultdict[str, list[Path]](list)
-    folders = defaultdict[str, set[str]](set)
-    default = "train" if len(paths) == 1 else ""  # A single file needs no split in its name.
+    files_of = defaultdict[str, list[Path]](list)
+    unclear: list[str] = []
     for path in paths:
-        split = _split_of(path, source) or default
-        splits[split].append(path)
-        folders[split].add(str(path.parent))
+        split = _split_of(path, source)
+        if split is None and len(paths) == 1:
+            split = "train"  # a single file needs no split in its name
+        if split is None:
+            unclear.append(path.name)
+        else:
+            files_of[split].append(path)
 
-    problems = [
-        f"files of {split} are in several folders ({few(sorted(places))}): pass the folder of one"
-        " data set"
-        for split, places in folders.items()
-        if len(places) > 1
-    ]
-    unclear = [path.name for path in splits.pop("", [])]
+    problems = []
+    for split, files in files_of.items():
+        folders = sorted({str(path.parent) for path in files})
+        if len(folders) > 1:
+            problems.append(
+                f"files of {split} are in several folders ({few(folders)}): pass the folder of one"
+                " data set"
+            )
     if unclear:
         problems.append(
             f"no split in the names {few(unclear)}: rename these files to train-*, validation-* or"
             " test-*, or move them away"
         )
-    if "train" not in splits:
+    if "train" not in files_of:
         problems.append("no training files: add train-*.parquet")
     if problems:
         raise PrepError(f"{source}: {NEXT_LINE.join(problems)}")
 
-    return {split: splits[split] for split in ("train", "val", "test") if split in splits}
+    return {split: files_of[split] for split in ("train", "val", "test") if split in files_of}
 
 
 def _split_of(path: Path, source: Path) -> str | None:

@@ -120,11 +120,13 @@ def _head(path: Path) -> bytes:
 def _check_name(path: Path, name: str) -> None:
     """Raise PrepError if a name is absolute or contains `..`."""
     # This test is fast and accepts most names.
-    if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:
+    is_relative = name[:1] not in ("", "/", "\\") and ":" not in name[1:2]
+    if is_relative and ".." not in name:
         return
 
     parts = re.split(r"[/\\]", name)
-    if not parts[0] or re.match(r"[A-Za-z]:", name) or ".." in parts:
+    is_absolute = not parts[0] or re.match(r"[A-Za-z]:", name)
+    if is_absolute or ".." in parts:
         raise _refused(path, name, "leads out of the archive")
 
 

@@ -157,7 +157,8 @@ class TarFolder(Tree):
         tree = _list_tar(tar)
         others = Ignored()
         yield from tree.images("", others)
-        if split_of(folder) or tree.folders() or others.others:
+        has_more = tree.folders() or others.others
+        if split_of(folder) or has_more:
             raise PrepError(
                 f"{tar}: expected only images of one class, as in n01440764.tar of ImageNet-21k,"
                 f" found {few([*others.summary(), *tree.folders()])}. If the tars are shards, use"

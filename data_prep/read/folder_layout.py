@@ -159,9 +159,11 @@ def _read_folders(
         classes = trees["train"].folders() if trees and with_classes else []
         inner = _inner_folder(folders, folder_of[split], classes)
         folder = inner if with_classes else folder_of[split]
-        if not (split == "test" and classes and _is_unlabeled(root, folders, folder, classes)):
-            trees[split] = subtree(root, folder)
-            folders = {each for each in folders if each[: len(folder)] != folder}
+        may_lack_labels = split == "test" and classes
+        if may_lack_labels and _is_unlabeled(root, folders, folder, classes):
+            continue
+        trees[split] = subtree(root, folder)
+        folders = {each for each in folders if each[: len(folder)] != folder}
 
     return trees, folders
 

@@ -82,8 +82,10 @@ def choose_column(
     """
     usual = [column for column in candidates if column.lower() in usual_names]
     possible = usual if len(usual) == 1 else candidates
-    if name in columns or (name is None and len(possible) == 1):
-        return name or possible[0]
+    if name is None and len(possible) == 1:
+        return possible[0]
+    if name is not None and name in columns:
+        return name
 
     listed = ", ".join(columns)
     if name is not None:

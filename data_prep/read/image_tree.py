@@ -107,7 +107,8 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
         ) from error
 
     for name, is_folder, is_link in visible:
-        if is_link and not (is_folder or FILE_SUFFIX.search(name)):
+        may_be_image = is_folder or FILE_SUFFIX.search(name)
+        if is_link and not may_be_image:
             require(Path(folder, name), "a file or folder: correct or remove the link")
 
     return (

@@ -239,12 +239,16 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNe
         matches = [IMAGE.fullmatch(os.path.basename(name)) for name in rows.names]
         wnids = [(match[3] or match[2] or "") if match else "" for match in matches]
         for name, label, wnid in zip(rows.names, rows.labels, wnids, strict=True):
-            if not wnid or label is None or wnid_of.setdefault(label, wnid) != wnid:
-                raise PrepError(
-                    f"{rows.parquet}: image {name!r} has label {label}; expected a name that ends"
-                    " in its WordNet ID"
-                    + (f", and label {label} is {wnid_of[label]} elsewhere" if wnid else "")
-                )
+            elsewhere = ""
+            if wnid and label is not None:
+                wnid_of_label = wnid_of.setdefault(label, wnid)
+                if wnid_of_label == wnid:
+                    continue
+                elsewhere = f", and label {label} is {wnid_of_label} elsewhere"
+            raise PrepError(
+                f"{rows.parquet}: image {name!r} has label {label}; expected a name that ends in"
+                f" its WordNet ID{elsewhere}"
+            )
 
         names = [
             match[1] + os.path.splitext(name)[1] if match else name

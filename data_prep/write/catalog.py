@@ -311,6 +311,7 @@ class Builder:
         lacking = np.flatnonzero((held == 0) & (self.count("train") > 0))
         counts = self.count("train")[lacking].tolist()
         names = [self.class_names[label] for label in lacking]
+        is_small = 0 < fraction < 0.2 and held.sum() < 100
 
         if fraction and counts:
             # A class of n images has one in `split` if fraction * n exceeds 0.5.
@@ -328,7 +329,7 @@ class Builder:
                 f" classes: add images, or remove {split}"
                 f"{' to hold out a part of train' if split == 'val' else ''}"
             )
-        elif split == "val" and 0 < fraction < 0.2 and held.sum() < 100:
+        elif split == "val" and is_small:
             self.report(
                 f"val has only {held.sum()} images, so an accuracy is uncertain by up to"
                 f" {98 / held.sum() ** 0.5:.0f} percentage points: to compare runs, use"

@@ -41,7 +41,9 @@ def split_of(filename: str) -> str | None:
     usual = [part for part in parts if part.lower() in SPLIT_WORDS]
     if usual:
         return usual[0]
-    return parts[-1] if parts and number.isdecimal() and parts[-1].isalpha() else None
+    if not parts or not number.isdecimal():
+        return None
+    return parts[-1] if parts[-1].isalpha() else None
 
 
 def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
@@ -171,7 +173,8 @@ def read_infos(
         return own_info, own_info
 
     given_info = None if listed else _info(source)
-    if given_info is None and not listed and isinstance(source, WebShards):
+    is_unknown = given_info is None and not listed
+    if is_unknown and isinstance(source, WebShards):
         raise PrepError(
             f"{source}: no _info.json, and web servers cannot list files: pass the shard URLs, as"
             f" in '{source}/train-{{0000..0099}}.tar'"

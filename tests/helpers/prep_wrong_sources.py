@@ -828,6 +828,9 @@ OF_PARQUET = {
         r"no training files: add train-\*.parquet": parquets(test=rows(6)),
         r"no split in the names more.parquet: rename these files to train-\*, validation-\* or"
         r" test-\*": parquets(train=rows(6), more=rows(3)),
+        r"in: no split in the names one\.parquet, two\.parquet: rename": parquets(
+            **{"fine/one": rows(6), "more/two": rows(3)}
+        ),
         "files of train are in several folders": parquets(
             **{"fine/train": rows(6), "coarse/train": rows(3)}
         ),
@@ -979,6 +982,19 @@ OF_IMAGENET = {
             "parquets in another order",
             parquets_in_another_order,
             "the labels do not follow the order of the WordNet IDs",
+            "in",
+        ),
+        (
+            "a parquet row without label",
+            lambda: {
+                "in/train-00000.parquet": parquet_of(
+                    [
+                        {"image": {"bytes": b"x", "path": f"n0000000{n}_1.JPEG"}, "label": label}
+                        for n, label in enumerate((0, None))
+                    ]
+                )
+            },
+            r"image 'n00000001_1\.JPEG' has label None; expected a name that ends in",
             "in",
         ),
         (

@@ -119,12 +119,8 @@ def read_header(data: bytes) -> JpegHeader:
                 break
             elif marker == 0xDD:
                 restart_interval = data[position + 4] << 8 | data[position + 5]
-            elif (
-                marker == 0xE1
-                and data[position + 4 : position + 10] == b"Exif\0\0"
-                and orientation == 1
-            ):
-                orientation = _exif_orientation(data[position + 10 : end])
+            elif marker == 0xE1 and orientation == 1:
+                orientation = _exif_orientation(data[position + 4 : end])
 
             position = end
     except (IndexError, struct.error):
@@ -155,9 +151,13 @@ def read_header(data: bytes) -> JpegHeader:
     )
 
 
-def _exif_orientation(tiff: bytes) -> int:
+def _exif_orientation(segment: bytes) -> int:
     """Return the orientation from an EXIF block (a small TIFF), or 1 if it is missing or
     damaged."""
+    if not segment.startswith(b"Exif\0\0"):
+        return 1
+
+    tiff = segment[6:]
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1

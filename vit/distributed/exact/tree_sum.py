@@ -69,7 +69,7 @@ class Stack:
         """Append a node, and return how often the caller must add the last two vectors."""
         node = self._raised(node)
         additions = 0
-        while self.nodes and node.number % 2 and self.nodes[-1] == (node.level, node.number - 1):
+        while node.number % 2 and self.nodes[-1:] == [(node.level, node.number - 1)]:
             self.nodes.pop()
             node = self._raised(Node(node.level + 1, node.number // 2))
             additions += 1

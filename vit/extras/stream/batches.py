@@ -253,7 +253,7 @@ class StreamBatches(AugmentedBatches):
         for number, sample in enumerate(self._passes(reader, epoch)):
             buffer.append(sample)
             buffer_bytes += len(sample.data)
-            while buffer and (len(buffer) > max_samples or buffer_bytes > SHUFFLE_BYTES):
+            while len(buffer) > max_samples or buffer_bytes > SHUFFLE_BYTES:
                 chosen = int(hash64(draws ^ np.uint64(number)) % np.uint64(len(buffer)))
                 buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
                 buffer_bytes -= len(buffer[-1].data)
