@@ -78,11 +78,13 @@ def _reading(model: ImageModel, blocks: list[Tensor], pool: list[Tensor]) -> Ten
     """Return `AttentionMaps.reading`. pool: the map of a MAP head, (B, heads, 1, tokens)."""
     if not _is_read(model):
         return None
+
     num_tokens = blocks[0].shape[-1]
     if pool:
         weights = pool[0][:, :, 0]
         # Our MAP heads attend only to patches, but timm's MAP heads may attend to all tokens.
         return nn.functional.pad(weights, (num_tokens - weights.shape[-1], 0))
+
     # timm may include the class token and registers in the mean.
     averages_all = getattr(model, "pool_include_prefix", False)
     num_prefix_tokens = 0 if averages_all else model.num_prefix_tokens
@@ -124,8 +126,10 @@ def attention_distance(
     2010.11929, section 4.5). Prefix tokens have no position, so attention to them is omitted, and
     the remaining weights in each row are rescaled to sum to 1.
 
-    maps: (B, heads, N, N) for each block. grid: (h, w) patches of `patch_size` (height, width)
-    pixels.
+    Args:
+        maps: (B, heads, N, N) for each block.
+        grid: (h, w) patches of `patch_size`.
+        patch_size: (height, width) in pixels.
     """
     distances = patch_distances(grid, patch_size)
     layers = []
@@ -149,6 +153,7 @@ def rollouts(model: ImageModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
     inputs: (B, C, H, W) float, normalized. Raises ValueError if the model does not support rollout.
     """
     grid = check_rollout(model)
+
     relevance = []
     logits = []
     # Images are processed one by one, because ViT-H at 518 pixels needs 4 GB per image.
@@ -177,6 +182,7 @@ def attention_rollout(maps: list[Tensor], reading: Tensor, num_prefix_tokens: in
     for attention in maps:
         layer = 0.5 * attention.float().mean(1) + 0.5 * identity
         rollout = layer / layer.sum(-1, keepdim=True) @ rollout
+
     rows = (reading.mean(1, keepdim=True) @ rollout)[:, 0]
     relevance = rows[:, num_prefix_tokens:]
     return relevance / relevance.amax(1, keepdim=True).clamp(min=torch.finfo(relevance.dtype).tiny)
@@ -194,6 +200,7 @@ def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
     centered = rows.detach().cpu().double()
     centered = centered - centered.mean(0)
     _, values, components = torch.linalg.svd(centered, full_matrices=False)
+
     largest = components.abs().argmax(1, keepdim=True)
     components = components * components.gather(1, largest).sign()
     shares = values.square() / values.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
@@ -215,6 +222,7 @@ def filter_components(model: ImageModel, num: int) -> tuple[Tensor, Tensor]:
             f"{type(model).__name__} has no filters to show, because it does not embed patches with"
             " a single convolution"
         )
+
     components, shares = principal_components(weight.flatten(1), num)
     return components.view(-1, *weight.shape[1:]), shares
 
@@ -242,6 +250,7 @@ def token_colors(features: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tenso
     values = (rows - rows.mean(0)) @ components.T
     low, high = (torch.quantile(values, at, dim=0) for at in (0.01, 0.99))
     colors = ((values - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+
     missing = 3 - colors.shape[1]
     colors = torch.nn.functional.pad(colors, (0, missing))
     shares = torch.nn.functional.pad(shares, (0, missing))

@@ -66,6 +66,7 @@ def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], pictur
         num = int(matrix.sum())
         right = int(matrix.trace())
         add_title(figure, f"Confusion: {num - right:,} mistakes on {num:,} images")
+
         axes = figure.subplots()
         axes.set(xlabel="predicted class", ylabel="true class")
         if is_small:
@@ -83,6 +84,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
     share = matrix / matrix.sum(1, keepdims=True).clip(1)
     right = np.eye(num_classes, dtype=bool)
     largest = share[~right].max(initial=1e-12)
+
     colors = np.where(
         right[..., None],
         colormaps["Blues"](0.85 * share),
@@ -90,6 +92,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
     )[..., :3]
     colors[matrix == 0] = 1.0
     axes.imshow((255 * colors).astype(np.uint8))
+
     # Choose the font size such that the longest number fits in a cell.
     size = min(11.0, cell_in * 72 / (0.66 * len(str(matrix.max())) + 0.2))
     for t, p in np.argwhere(matrix > 0).tolist():
@@ -103,6 +106,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
             size=size,
             color="white" if is_dark else "black",
         )
+
     is_upright = all(shorten(name, cell_in - 0.05, SMALL_PT) == name for name in names)
     shortened = [shorten(name, 1.3, SMALL_PT) for name in names]
     axes.set_xticks(range(num_classes), shortened, rotation=0 if is_upright else 90, size=SMALL_PT)
@@ -126,6 +130,7 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
     mistakes = np.add.reduceat(np.add.reduceat(mistakes, edges, axis=0), edges, axis=1)
     percent = 100.0 * mistakes / np.add.reduceat(matrix.sum(1), edges).clip(1)[:, None]
     lowest = percent[percent > 0].min(initial=100.0)
+
     drawn = axes.imshow(
         np.ma.masked_equal(percent, 0),
         cmap=colormaps["inferno"].with_extremes(bad="black"),
@@ -134,6 +139,7 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
         extent=(0, len(edges) * pool, len(edges) * pool, 0),
         interpolation="nearest",
     )
+
     bar = axes.figure.colorbar(
         drawn, ax=axes, shrink=0.8, aspect=30, ticks=LogLocator(subs=(1, 2, 3, 5)), format="{x:g}"
     )
@@ -158,6 +164,7 @@ def plot_most_confused(
     row = 0.92
     text_in = 2.75
     thumb = 0.78
+
     with drawing(picture, 0.5 + row * len(pairs)) as figure:
         sheet = new_sheet(figure, "Most frequent mistakes: true → predicted")
         for i, (true, predicted, count, total) in enumerate(pairs):
@@ -170,6 +177,7 @@ def plot_most_confused(
             for j, (line, weight) in enumerate(lines.items()):
                 shown = shorten(line, text_in, weight=weight)
                 sheet.text(0.1, top + 0.14 + 0.2 * j, shown, weight=weight)
+
             sheet.barh(top + 0.7, text_in * count / pairs[0][2], 0.1, 0.1, color=ORANGE)
             for j, image in enumerate(examples[i][:6]):
                 left = text_in + 0.25 + j * (thumb + 0.06)

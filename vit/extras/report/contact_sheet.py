@@ -42,6 +42,7 @@ def make_contact_sheet(
     val_split = open_split(config, data.val_split)
     train = open_train_set(config, val_split, num_classes=config.model.num_classes)
     split = train.split
+
     shares = train.shares[:1]
     num_available = shares[0].num_samples if shares else split.num_samples
     does_mix = mixes(config.augment)
@@ -52,11 +53,13 @@ def make_contact_sheet(
             f"{num_rows} images were requested, but {data.root} has only {num_available} training"
             " images: request fewer"
         )
+
     shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
     num_classes = choose_num_classes(config.model, data, split)
     form = ImageFormat.from_config(config.model, data)
     # An epoch is one batch, so all batches contain the same images.
     order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
+
     height, width = form.size
     aspect = width / height
     center = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(aspect, aspect), hflip_prob=0.0)
@@ -77,6 +80,7 @@ def make_contact_sheet(
             on_device = batch.to(device)
             inputs, targets = augment(on_device.images, on_device.labels, batch.table)
             images = as_colors(inputs, data.mean, data.std)
+
             cells = []
             for row in _sorted(batch):
                 if is_draw:
@@ -85,6 +89,7 @@ def make_contact_sheet(
                     caption = share_lines(targets[row].cpu(), split.class_names, side)
                 cells.append(Cell(images[row], caption))
             columns[f"draw {number + 1}" if is_draw else "as mixed"] = cells
+
     return plot_cells(
         [cell for row in zip(*columns.values(), strict=True) for cell in row],
         len(columns),

@@ -78,8 +78,10 @@ def _read_curves(metrics: Path) -> History:
     history = read_history(metrics)
     if not history.lines:
         raise ValueError("metrics.jsonl is still empty")
+
     for line, _, spent_s in history.intervals():
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
+
     with suppress(ValueError):  # the config is missing or from a different version
         config = load_config(metrics.parent / CONFIG_FILE)
         name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
@@ -100,6 +102,7 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
     files = {epoch: path for epoch, path in epoch_files(run_dir).items() if epoch > mixed}
     if not files or not plan:
         return
+
     per_epoch = plan["steps_per_epoch"]
     right = np.zeros(max(files) * per_epoch + 1)
     seen = np.zeros_like(right)
@@ -111,6 +114,7 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
         steps = slice((epoch - 1) * per_epoch + 1, epoch * per_epoch + 1)
         right[steps] = (margins > 0).sum(1)
         seen[steps] = (~np.isnan(margins)).sum(1)
+
     before = 0
     for line in history.of_kind("train"):
         steps = slice(before + 1, line["step"] + 1)
@@ -137,8 +141,12 @@ def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArr
 
 
 def _line(axes: Axes, lines: list[dict[str, Any]], name: str, *, style: str, **look: Any) -> None:
-    """Plot `name` against the step. style, look: the format string and keyword arguments for
-    matplotlib's `plot`."""
+    """Plot `name` against the step.
+
+    Args:
+        style: the format string for matplotlib's `plot`.
+        look: further arguments of `plot`.
+    """
     steps, values = _points(lines, name)
     if len(steps):
         # A line through a single point is invisible.
@@ -168,6 +176,7 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
             reached = steps <= last_step
             if name not in curve or not reached.any():
                 continue
+
             values = np.array(curve[name])[reached]
             axes.plot(steps[reached], values, "-", color=GRAY, alpha=0.4, linewidth=4, label=label)
             label = None
@@ -194,16 +203,19 @@ def _draw_loss(axes: Axes, history: History) -> None:
 def _draw_accuracy(axes: Axes, history: History) -> None:
     evals = history.of_kind("eval")
     _draw_three(axes, history, "top1", training="training, augmented", validation="validation")
+
     names = set_names(history)
     for name, (color, style) in zip(names, cycle(SET_LINES), strict=False):
         # Draw one line per set, for the averaged weights if they exist.
         averaged = any(f"{name}/top1_ema" in line for line in evals)
         key = f"{name}/top1{'_ema' if averaged else ''}"
         _line(axes, evals, key, style=style, color=color, label=name)
+
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
         line.set_clip_on(False)  # Without clipping, a marker at 100 is completely visible.
+
     results = [line.get(key) for line in evals for key in ("top1", "top1_ema")]
     best = max((top1 for top1 in results if top1 is not None), default=None)
     if best is None:
@@ -219,6 +231,7 @@ def _draw_learning_rate(axes: Axes, history: History) -> None:
     _line(axes, train, "lr", style="-", color=BLUE)
     axes.set(title="Learning rate", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
     if any("weight_decay" in line for line in train):  # recorded only if it changes
         axes.set_title("Learning rate and weight decay")
         decay = _right_axis(axes, "weight decay (dashed)")
@@ -231,6 +244,7 @@ def _draw_throughput(axes: Axes, history: History) -> None:
     _line(axes, train, "images_per_s", style="-", color=BLUE)
     axes.set(title="Throughput", ylabel="images / s", ylim=(0, 1.1 * axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+
     steps, percent = _points(train, "data_wait_percent")
     if len(steps):
         share = _right_axis(axes, "% of time waiting for data")
@@ -263,6 +277,7 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
     for i, step in enumerate(resumed):
         label = "resumed" if i == 0 else None
         axes.axvline(step, color=GRAY, linestyle=":", linewidth=1.5, label=label)
+
     bottom: dict[str, Any] = {
         "color": GRAY,
         "fontsize": SMALL_PT,
@@ -271,6 +286,7 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
     for step, size in history.image_sizes():
         axes.axvline(step, color=GRAY, linewidth=0.8)
         axes.text(step, 0.02, f" {size} px", **bottom)
+
     num_names = len(axes.get_legend_handles_labels()[0])
     if num_names > MOST_INSIDE:
         axes.legend(
@@ -282,6 +298,7 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
         )
     elif resumed or num_names > 1:
         axes.legend()
+
     axes.grid(True)
     axes.set_xlim(0, 1.02 * max(line["step"] for line in history.lines) or 1)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -339,6 +356,7 @@ def plot_learning_curves(
             )
         shown = name if names.count(name) == 1 else str(run_dir)
         histories.append((shown, _read_curves(metrics)))
+
     with drawing(picture, 3.6, layout="constrained") as figure:
         loss, accuracy = figure.subplots(1, 2)
         for axes, key in ((loss, "loss"), (accuracy, "top1")):
@@ -351,6 +369,7 @@ def plot_learning_curves(
             axes.grid(True)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=SMALL_PT)
+
         losses = {history.training_loss for _, history in histories}
         loss.set(title="Cross-entropy" if losses <= {PLAIN_LOSS} else "Loss", ylim=(0, None))
         accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))
@@ -370,6 +389,7 @@ def _draw_run(
         loss = history.training_loss if key == "loss" else PLAIN_LOSS
         label = f"{name}: training, {'augmented' if loss == PLAIN_LOSS else loss}"
         axes.plot(epochs, smoothed(epochs, values, width), ":", color=color, label=label)
+
     evals = history.of_kind("eval")
     averaged = f"{key}_ema" if any(f"{key}_ema" in line for line in evals) else key
     steps, values = _points(evals, averaged)
@@ -386,6 +406,7 @@ def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> ND
     half = np.minimum(width / 2, np.minimum(x - x[0], x[-1] - x)) * (1 + 1e-9)
     first = np.searchsorted(x, x - half, "left")
     last = np.searchsorted(x, x + half, "right")
+
     is_number = ~np.isnan(y)
     sums, counts = (np.cumsum([0.0, *v]) for v in (np.where(is_number, y, 0), is_number))
     with np.errstate(invalid="ignore"):
@@ -403,6 +424,7 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
     """
     if not lines:
         raise ValueError("No norms were measured: set log.norms_every_steps")
+
     layers = list(lines[-1][WEIGHT])
     edges = np.array([0, *(line["step"] for line in lines)])
     height_in = 2 * max(2.6, 0.9 + 0.11 * len(layers))
@@ -415,6 +437,7 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
                 # Absolute norms depend on the size of a layer, so divide each norm by the layer's
                 # first value.
                 values = values / np.where(values[:, :1] > 0, values[:, :1], np.nan)
+
             axes.set_title(title)
             if rows:
                 _draw_norms(figure, axes, key=key, layers=rows, edges=edges, values=values)
@@ -448,17 +471,20 @@ def _draw_norms(
         spans_decades = True
         low, high = USUAL_RATIO / 1e2, USUAL_RATIO * 1e2
         colors = "RdBu_r"  # white is the usual ratio
+
     norm: Normalize = LogNorm(low, high) if spans_decades else Normalize(low, high)
     axes.set_facecolor("#bbbbbb")
     mesh = axes.pcolormesh(
         edges, np.arange(len(layers) + 1), shown, norm=norm, cmap=colors, rasterized=True
     )
+
     subs = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
     ticks = LogLocator(subs=subs, numticks=6) if spans_decades else MaxNLocator(4)
     bar = figure.colorbar(mesh, ax=axes, ticks=ticks, extend="both" if key == RATIO else "neither")
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     bar.ax.tick_params(labelsize=SMALL_PT)
+
     every = math.ceil(len(layers) / MAX_LABELS)
     places = [n for n in range(len(layers)) if n % every == 0 or n == len(layers) - 1]
     if len(places) > 1 and places[-1] - places[-2] < every / 2:

@@ -124,6 +124,7 @@ def _missing_letters_once() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
+
     numbers = [re.match(r"Glyph (\d+) .*missing from", str(w.message)) for w in caught]
     letters = {chr(int(match[1])) for match in numbers if match} - _missing_letters
     for warning, match in zip(caught, numbers, strict=True):
@@ -131,6 +132,7 @@ def _missing_letters_once() -> Iterator[None]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
+
     if letters:
         _missing_letters.update(letters)
         print(
@@ -158,7 +160,9 @@ def place(
 ) -> None:
     """Draw `pixels` (H, W, 3) centered in a box, as large as possible.
 
-    at: left and top of the box. size: its width and height. All are in inches.
+    Args:
+        at: left and top of the box, in inches.
+        size: the width and height of the box, in inches.
     """
     scale = min(size[0] / pixels.shape[1], size[1] / pixels.shape[0])
     half_w = pixels.shape[1] * scale / 2
@@ -198,11 +202,13 @@ def plot_cells(
     line_in = caption_pt / 55
     row_in = tall + line_in * max(len(cell.caption) for cell in cells) + 2 * GAP_IN
     top = 0.75 if titles else 0.5
+
     with drawing(picture, top + row_in * math.ceil(len(cells) / num_columns)) as figure:
         sheet = new_sheet(figure, heading)
         for column, title in enumerate(titles):
             middle = GAP_IN + column * (side + GAP_IN) + side / 2
             sheet.text(middle, 0.6, title, ha="center", va="center", size=SMALL_PT)
+
         for number, cell in enumerate(cells):
             row, column = divmod(number, num_columns)
             left = GAP_IN + column * (side + GAP_IN)
@@ -264,6 +270,7 @@ def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> 
     values, classes = target.topk(min(2, len(target)))
     if values[0] >= 0.995 or values[-1] < 0.005:
         return [shorten(display_name(class_names, int(classes[0])), width_in, SMALL_PT)]
+
     shares = [f" {value:.2f}".replace(" 0", " ") for value in values.tolist()]
     return [
         shorten(display_name(class_names, int(c)), width_in - 0.3, SMALL_PT) + share

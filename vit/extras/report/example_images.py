@@ -63,10 +63,12 @@ def samples_of_split(
             f"{trained.weights.path} was trained elsewhere, on unknown images: pass a folder of"
             " shards with --data, or images with --image (compare accepts only --data)"
         )
+
     config = trained.config
     opened = open_split(config, split or config.data.val_split, root=root)
     labels = opened.index["label"].astype(np.int64)
     chosen = pick_images(labels, None, num, 0)
+
     class_names = opened.class_names if any(opened.class_names) else trained.class_names
     names = [display_name(class_names, int(labels[sample])) for sample in chosen]
     return ExampleImages(

@@ -39,13 +39,16 @@ def run_state(
     progress = f"step {step:,}"
     if total:
         progress += f" of {total:,}"
+
     times = [line["time"] for line in history.lines if line.get("time") is not None]
     age = duration(max(now_s - max(times), 0)) if times else "an unknown time"
+
     last = history.attempts[-1] if history.attempts else Attempt(0, {}, [], "not started")
     outcome = last.outcome
     by = ""
     with suppress(OSError, ValueError, KeyError, TypeError):
         by = f" by {json.loads((run_dir / STOPPED_FILE).read_bytes())['signal'] or 'request'}"
+
     resume = "the same command resumes from its newest checkpoint"
     newest = f"the last line of metrics.jsonl is {age} old"
     sentences = {
@@ -57,6 +60,7 @@ def run_state(
         "unclear": f"Running or killed, at {progress}; {newest}.",
         "not started": "metrics.jsonl is still empty.",
     }
+
     return {
         "word": "running?" if outcome == "unclear" else outcome,
         "tone": {"finished": "good", "failed": "bad", "killed": "bad"}.get(outcome, "busy"),
@@ -78,6 +82,7 @@ def config_facts(
     rows = [("model", f"{config.model.name} at {height} × {width} pixels")]
     if form.stages:
         rows.append(("images", f"{form.sizes_text()} pixels in training"))
+
     # If the model cannot be created, the report shows the reason in place of the pictures.
     with suppress(Exception):
         num_classes = config.model.num_classes or len(source.class_names) or 1000
@@ -97,6 +102,7 @@ def config_facts(
             f"{plan['total_steps']:,} steps of {batch_size:,} images,"
             f" {plan['total_steps'] / steps_per_epoch:.4g} epochs"
         )
+
     optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
     rows += [("data", data), ("recipe", f"{length}; {optimizer}")]
     if config.distill.teacher is not None:
@@ -114,6 +120,7 @@ def twin_facts(history: History, run_dir: Path, config: Config) -> list[tuple[st
     count = re.search(r"([\d,]+) changed", chosen)
     if count is None:
         return []
+
     own = _settings_of_samples(config)
     for path in sorted(run_dir.parent.glob("*/config.yaml")):
         with suppress(ValueError, OSError):  # not a config, or of another release
@@ -137,6 +144,7 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
     """Return facts about the hardware of the last attempt."""
     if not history.attempts:
         return []
+
     start = history.attempts[-1].start
     num_ranks = start.get("world_size", 1)
     device = str(start.get("device", "?")).partition(":")[0]
@@ -156,6 +164,7 @@ def evaluation_rows(
     """
     names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
     prefix = "" if best_by == VAL else f"{best_by}/"
+
     rows = []
     for line in history.of_kind("eval"):
         epoch = line["step"] / plan["steps_per_epoch"] if plan.get("steps_per_epoch") else None
@@ -175,6 +184,7 @@ def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict
     lines = history.of_kind("reference")
     if not lines:
         return None
+
     suffix = "_ema" if lines[-1]["weights"] == "ema" else ""
     rows = [
         {**row, "here": row[f"top1{suffix}"]}
@@ -197,6 +207,7 @@ def set_rows(history: History) -> list[dict[str, Any]]:
             measured = [(line, top1) for line, top1 in values if top1 is not None]
             if not measured:
                 continue
+
             last, _ = measured[-1]
             best, top1 = max(measured, key=lambda pair: pair[1])
             results = {key: last.get(f"{name}/{key}{suffix}") for key in RESULT_NAMES}
@@ -244,10 +255,12 @@ def throughput(history: History, batch_size: int) -> dict[str, Any]:
     train = history.of_kind("train")
     elapsed = [line["elapsed_s"] for line in history.lines if line.get("elapsed_s") is not None]
     memory = [line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None]
+
     intervals = list(history.intervals())
     spent_s = sum(interval_s for _, _, interval_s in intervals)
     waited_s = sum(line["data_wait_s"] for line, _, _ in intervals)
     total_s = elapsed[-1] if elapsed else None
+
     return {
         "images_per_s": median(train, "images_per_s"),
         "images_per_s_per_gpu": median(train, "images_per_s_per_gpu"),
@@ -274,6 +287,7 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
         {"step": line["step"], "time": line.get("time"), "text": _fault_text(line)}
         for line in [*history.of_kind("fault"), *errors]
     ]
+
     return {
         "lines": sorted(faults, key=lambda fault: fault["step"]),
         "updates_skipped": max((line.get("updates_skipped") or 0 for line in train), default=0),
@@ -290,6 +304,7 @@ def _fault_text(line: dict[str, Any]) -> str:
         for key, value in line.items()
         if key not in general and not (value is None and key.endswith("_limit"))
     ]
+
     if line.get("samples"):
         details.append(f"largest losses: {', '.join(key for key, _ in line['samples'][:3])}")
     reason = str(line.get("reason", "?"))
@@ -311,6 +326,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
             if not info.is_required():
                 # JSON converts tuples to lists, as in the config.
                 default = json.loads(json.dumps(info.get_default(call_default_factory=True)))
+
             row = {
                 "key": f"{section}.{key}",
                 "value": _text(values[key]),
@@ -319,6 +335,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
                 "about": info.description or "",
             }
             rows.append(row)
+
             # Each optimizer has its own settings class, whose default for `name` is the optimizer's
             # name.
             usual = Config.model_fields["optim"].default.name
@@ -339,6 +356,7 @@ def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]
     skipped = {"kind", "step", "time", "restarts", "plan"}
     starts = {attempt.number: attempt.start for attempt in history.attempts}
     names = dict.fromkeys(key for start in starts.values() for key in start if key not in skipped)
+
     rows = []
     for name in names:
         attempts = defaultdict[str, list[str]](list)

@@ -124,12 +124,14 @@ def read_history(path: Path, in_use: bool | None = None) -> History:
     """Read metrics.jsonl. in_use: whether a process is training the run, or None if unknown."""
     lines, num_unreadable = read_lines(path)
     lines = shown_values(lines)  # Old versions of this project may have recorded logins.
+
     attempts = list[Attempt]()
     for line in lines:
         if line["kind"] == "start":
             attempts.append(Attempt(len(attempts) + 1, line, []))
         if attempts:
             attempts[-1].lines.append(line)
+
     for attempt, following in zip_longest(attempts, attempts[1:]):
         _set_outcome(attempt, following, in_use)
     return History(without_redone(lines), attempts, num_unreadable)
@@ -138,6 +140,7 @@ def read_history(path: Path, in_use: bool | None = None) -> History:
 def _set_outcome(attempt: Attempt, following: Attempt | None, in_use: bool | None) -> None:
     if following is not None:
         attempt.redone = max(attempt.last_step - following.start["step"], 0)
+
     last = attempt.lines[-1]
     if last["kind"] == "end":
         outcome = str(last.get("outcome"))

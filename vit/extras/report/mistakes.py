@@ -39,6 +39,7 @@ def write_mistakes(source: ReportSource) -> int:
         table.writerow(
             [source.val_split.key(image), source.class_names[labels[image]], predicted, share]
         )
+
     path = source.run_dir / MISTAKES_FILE
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:

@@ -55,6 +55,7 @@ class Compared(NamedTuple):
         count = len(self.labels)
         both = int((first & second).sum())
         only_a, only_b = self.difference.only_first, self.difference.only_second
+
         return [
             f"A has {int(first.sum()):,} of {count:,} correct ({100 * first.float().mean():.2f} %),"
             f" B {int(second.sum()):,} ({100 * second.float().mean():.2f} %)",
@@ -81,6 +82,7 @@ def compare(
         raise ValueError(
             "image files have no labels to compare with: compare on a split (--data ROOT)"
         )
+
     count = len(samples.encoded)
     shares, classes = torch.empty(2, count), torch.empty(2, count, dtype=torch.int64)
     for number, trained in enumerate(models):
@@ -91,6 +93,7 @@ def compare(
             probabilities = trained(inputs).float().softmax(1).cpu()
             shares[number, rows], classes[number, rows] = probabilities.max(1)
             on_images(number * count + start + len(part.encoded))
+
     labels = torch.tensor(samples.labels)
     difference = paired_difference(classes[0] == labels, classes[1] == labels)
     return Compared(labels, (classes[0], classes[1]), (shares[0], shares[1]), difference)
@@ -110,6 +113,7 @@ def plot_comparison(
             f"no difference to draw: both models classify the same"
             f" {int(compared.is_right[0].sum()):,} of {len(compared.labels):,} images correctly"
         )
+
     part = ExampleImages([samples.encoded[n] for n in chosen], [samples.names[n] for n in chosen])
     shown = [part.pixels(trained) for trained in models]
     looks = []
@@ -119,6 +123,7 @@ def plot_comparison(
             looks.append(overlaid(pixels, relevance))
         except ValueError:  # The model may be a convolutional network, for example.
             looks.append(pixels.expand(-1, 3, -1, -1).float() / 255)
+
     size = shown[0].shape[2:]
     side = cell_width_in(6)
     cells = []
@@ -131,6 +136,7 @@ def plot_comparison(
             name = shorten(display_name(trained.class_names, predicted), side - 0.65, SMALL_PT)
             share = 100 * float(compared.probabilities[index][number])
             cells.append(Cell(look[0], [f"{mark} {name}: {share:.0f} %"]))
+
     counts = f"only A right: {compared.difference.only_first:,}"
     counts += f", only B right: {compared.difference.only_second:,}"
     heading = f"A and B on {len(compared.labels):,} images; {counts}"

@@ -90,6 +90,7 @@ def draw_filters(model: ImageModel, picture: Path) -> str:
     images = 0.5 + 0.5 * components / largest
     if images.shape[1] not in (1, 3):
         images = images.mean(1, keepdim=True)
+
     cells = [
         Cell(image, [f"{100 * share:.1f} %"])
         for image, share in zip(images, shares.tolist(), strict=False)
@@ -97,6 +98,7 @@ def draw_filters(model: ImageModel, picture: Path) -> str:
     total = 100 * float(shares[: len(cells)].sum())
     heading = f"Patch embedding: its first {len(cells)} components, {total:.0f} % of the variance"
     plot_cells(cells, 7, heading, picture)
+
     return (
         "Principal components of the patch embedding's filters, in descending order, with their"
         " shares of the variance (Dosovitskiy et al. 2021, Figure 7 left)."
@@ -111,6 +113,7 @@ def draw_positions(model: ImageModel, picture: Path) -> str:
         raise ValueError(f"{type(model).__name__} has no position embeddings to compare")
     if positions.ndim != 3 or positions.shape[1] < math.prod(grid):
         raise ValueError(f"Position embeddings of shape {tuple(positions.shape)} are not a grid")
+
     plot_position_similarity(positions[0, -math.prod(grid) :], grid, picture)
     kind = "learned" if isinstance(positions, nn.Parameter) else "fixed"
     return (
@@ -126,6 +129,7 @@ def draw_distance(model: ImageModel, images: Images, picture: Path) -> str:
     assert grid is not None, "otherwise there are no distances"
     uniform_px = float(patch_distances(grid, patch_size_of(model)).mean())
     num_layers, num_heads = distances.shape
+
     with drawing(picture, 4.2, layout="constrained") as figure:
         add_title(figure, "Mean attention distance of each head")
         axes = figure.subplots()
@@ -135,6 +139,7 @@ def draw_distance(model: ImageModel, images: Images, picture: Path) -> str:
             axes.plot(blocks, distances[:, head], "o", color=BLUE, alpha=0.55, label=label)
         axes.plot(blocks, distances.mean(1), "-", color=ORANGE, label="mean of the heads")
         axes.axhline(uniform_px, ls="--", color=GRAY, label="equal attention to all patches")
+
         axes.set(xlabel="block", ylabel="mean attention distance (pixels)")
         axes.set_ylim(0, 1.08 * max(float(distances.max()), uniform_px))
         axes.set_xticks(blocks if num_layers <= 16 else blocks[:: num_layers // 8])
@@ -142,6 +147,7 @@ def draw_distance(model: ImageModel, images: Images, picture: Path) -> str:
         axes.legend(loc="best")
         size = f"images of {model.image_size[1]} × {model.image_size[0]} pixels"
         axes.set_title(size, size=SMALL_PT, weight="normal", color=GRAY, loc="right")
+
     return (
         "Mean distance between a patch and the patches that it attends to, over"
         f" {len(images.pixels)} images (Dosovitskiy et al. 2021, Figure 7 right). Heads with small"
@@ -154,6 +160,7 @@ def mean_distances(model: ImageModel, images: Images) -> Tensor:
     grid = grid_size(model)
     patch_size = patch_size_of(model)
     assert grid is not None, "otherwise there is no patch size"
+
     added = torch.zeros(())
     # Images are processed one by one, because ViT-H at 518 pixels needs 4 GB per image.
     for done, image in enumerate(images.pixels.split(1), 1):
@@ -168,16 +175,19 @@ def draw_tokens(model: ImageModel, images: Images, picture: Path) -> str:
     grid = grid_size(model)
     if grid is None or not hasattr(model, "num_prefix_tokens"):
         raise ValueError(f"{type(model).__name__} has no grid of patches")
+
     parts = []
     for done, part in enumerate(images.pixels.split(8)):
         parts.append(token_features(model, images.normalize(part)).cpu())
         images.on_image(8 * done + len(part))
+
     colors, shares = token_colors(torch.cat(parts), grid)
     size = images.pixels.shape[2:]
     large = F.interpolate(colors, size, mode="nearest")
     cells = []
     for image, patches, caption in zip(images.pixels, large, images.names, strict=True):
         cells += [Cell(image, [caption]), Cell(patches, [])]
+
     total = 100 * sum(shares.tolist())
     heading = f"Features of patches: three components as red, green, blue ({total:.0f} %)"
     plot_cells(cells, 6, heading, picture)
@@ -198,6 +208,7 @@ def heads_and_rollout(
     grid = check_rollout(model)
     maps = attention_maps(model, normalize(image[None]))
     assert maps.reading is not None, "check_rollout"
+
     heads = output_attention(maps.blocks, maps.reading, model.num_prefix_tokens)
     if model.global_pool == "map":  # A MAP head has as many heads as a block.
         heads = torch.cat((heads, maps.reading[:, None, :, model.num_prefix_tokens :]), 1)
@@ -208,7 +219,9 @@ def heads_and_rollout(
 def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> Path:
     """Draw an image next to its numbered patches. Returns `picture`.
 
-    image: (1 or 3, H, W) uint8. patch_size: (height, width) in pixels.
+    Args:
+        image: (1 or 3, H, W) uint8.
+        patch_size: (height, width) in pixels.
     """
     pixels = to_pixels(image)
     rows, columns = pixels.shape[0] // patch_size[0], pixels.shape[1] // patch_size[1]
@@ -216,10 +229,12 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
     tall = side * pixels.shape[0] / pixels.shape[1]
     gap = 0.12 * side / columns
     patch_w, patch_h = (side - gap * (columns - 1)) / columns, (tall - gap * (rows - 1)) / rows
+
     with drawing(picture, 0.5 + tall + 0.4) as figure:
         heading = f"{rows * columns} patches of {patch_size[1]} × {patch_size[0]} pixels"
         sheet = new_sheet(figure, heading)
         place(sheet, pixels, at=(GAP_IN, 0.5), size=(side, tall))
+
         left = side + 3 * GAP_IN
         for y, x in np.ndindex(rows, columns):
             patch = pixels[
@@ -232,6 +247,7 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
                 number = str(y * columns + x + 1)
                 box = {"facecolor": "white", "alpha": 0.7, "pad": 1, "linewidth": 0}
                 sheet.text(at[0] + 0.05, at[1] + 0.08, number, size=6, va="center", bbox=box)
+
         below = 0.5 + tall + 0.2
         length = patch_size[0] * patch_size[1] * image.shape[0]
         note = (
@@ -247,9 +263,13 @@ def plot_heads(
 ) -> Path:
     """Draw an image, its attention rollout, and the attention map of each layer and head.
 
-    image: (1 or 3, H, W) uint8. heads: (layers, heads, h, w) float. rollout: (h, w). has_pool:
-    whether the last layer is a MAP head. Each map is scaled to its highest value. Returns
-    `picture`.
+    Args:
+        image: (1 or 3, H, W) uint8.
+        heads: (layers, heads, h, w) float.
+        rollout: (h, w).
+        has_pool: whether the last layer is a MAP head.
+
+    Each map is scaled to its highest value. Returns `picture`.
     """
     num_layers, num_heads = heads.shape[:2]
     # Maps have the aspect ratio of the image, because patches may not be square.
@@ -262,11 +282,13 @@ def plot_heads(
     row = cell * aspect
     values = heads.detach().float().cpu()
     values = values / values.amax((2, 3), keepdim=True).clamp(min=1e-12)
+
     with drawing(picture, top + num_layers * row + 0.1) as figure:
         sheet = new_sheet(figure, title)
         place(sheet, to_pixels(image), at=(0.1, 0.5), size=(image_in, tall))
         over = overlaid(image[None], rollout[None])[0]
         place(sheet, to_pixels(over), at=(0.2 + image_in, 0.5), size=(image_in, tall))
+
         notes = (
             "Left: the model's input, and attention rollout over all blocks.",
             "Below: one row per block and one column per head.",
@@ -277,10 +299,12 @@ def plot_heads(
         for number, note in enumerate(notes):
             x, y = 0.4 + 2 * image_in, 0.62 + 0.2 * number
             sheet.text(x, y, note, size=SMALL_PT, va="center", color=GRAY)
+
         for head in range(num_heads):
             x = left + (head + 0.5) * cell
             sheet.text(x, top - 0.1, str(head + 1), size=SMALL_PT, ha="center", va="center")
         sheet.text(0.1, top - 0.1, "head", size=SMALL_PT, va="center")
+
         for layer in range(num_layers):
             y = top + (layer + 0.5) * row
             name = "pool" if has_pool and layer == num_layers - 1 else f"block {layer + 1}"
@@ -304,8 +328,11 @@ def plot_heads(
 def save_heads(image: Tensor, heads: Tensor, folder: Path, suffix: str = ".png") -> list[Path]:
     """Write pictures of the input and of each attention map to `folder`, and return their paths.
 
-    image: (1 or 3, H, W) uint8. heads: (layers, heads, h, w) float. Each picture has the size of
-    the image in pixels, without margins.
+    Args:
+        image: (1 or 3, H, W) uint8.
+        heads: (layers, heads, h, w) float.
+
+    Each picture has the size of the image in pixels, without margins.
     """
     from matplotlib.image import imsave
 
@@ -334,8 +361,11 @@ def plot_augmented(
 ) -> Path:
     """Draw the model's training inputs with their classes or shares of classes.
 
-    inputs: (B, C, H, W) float, normalized by `mean` and `std`. targets: (B, classes) float, the
-    shares of classes. Returns `picture`.
+    Args:
+        inputs: (B, C, H, W) float, normalized by `mean` and `std`.
+        targets: (B, classes) float, the shares of classes.
+
+    Returns `picture`.
     """
     num_columns = min(6, max(3, len(inputs)))
     side = cell_width_in(num_columns)
@@ -343,6 +373,7 @@ def plot_augmented(
         Cell(image, share_lines(target, class_names, side))
         for image, target in zip(as_colors(inputs, mean, std), targets.cpu(), strict=True)
     ]
+
     height, width = inputs.shape[2:]
     heading = f"Training inputs of the model, {width} × {height} pixels"
     return plot_cells(cells, num_columns, heading, picture)
@@ -359,9 +390,13 @@ def plot_attention(
 ) -> Path:
     """Draw each image next to the relevance of its patches, with its class and the prediction.
 
-    images: (B, C, H, W) uint8. relevance: (B, h, w) float, scaled to [0, 1] in each image. labels,
-    predictions: B classes, or -1 if the logits were NaN. probabilities: the probabilities of the
-    predicted classes. Returns `picture`.
+    Args:
+        images: (B, C, H, W) uint8.
+        relevance: (B, h, w) float, scaled to [0, 1] in each image.
+        labels, predictions: B classes, or -1 if the logits were NaN.
+        probabilities: the probabilities of the predicted classes.
+
+    Returns `picture`.
     """
     # The width of two images, the gap between pairs and the height of two lines of text, in inches.
     pair = 3.75
@@ -371,6 +406,7 @@ def plot_attention(
     tall = side * images.shape[2] / images.shape[3]
     row = head + tall + 0.25
     overlays = overlaid(images, relevance)
+
     with drawing(picture, 0.8 + row * math.ceil(len(images) / 2)) as figure:
         sheet = new_sheet(figure, "Attention rollout")
         note = (
@@ -378,6 +414,7 @@ def plot_attention(
             " are scaled per image."
         )
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GRAY)
+
         for i, (label, predicted, probability) in enumerate(
             zip(labels, predictions, probabilities, strict=True)
         ):
@@ -389,6 +426,7 @@ def plot_attention(
                 shorten(display_name(class_names, predicted), pair - 1.9, weight=weight)
                 + f" ({100 * probability:.0f} %)"
             )
+
             sheet.text(
                 left, top + 0.13, "true: " + shorten(display_name(class_names, label), pair - 0.5)
             )
@@ -403,7 +441,10 @@ def plot_attention(
 def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
     """Return gray images overlaid with relevance as colors, (B, 3, H, W) float in [0, 1].
 
-    images: (B, 1 or 3, H, W) uint8. relevance: (B, h, w) float, scaled to [0, 1] in each image.
+    Args:
+        images: (B, 1 or 3, H, W) uint8.
+        relevance: (B, h, w) float, scaled to [0, 1] in each image.
+
     Yellow is the highest value, violet is the lowest.
     """
     from matplotlib import colormaps
@@ -412,6 +453,7 @@ def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
     low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
     stretched = (values - low) / (high - low).clamp(min=1e-12)
     smooth = F.interpolate(stretched[:, None], images.shape[2:], mode="bicubic").clamp(0, 1)[:, 0]
+
     colors = torch.from_numpy(colormaps["viridis"](smooth.numpy())[..., :3]).permute(0, 3, 1, 2)
     gray = images.detach().cpu().float().mean(1, keepdim=True) / 255
     return (0.45 * gray + 0.55 * colors.float()).clamp(0, 1)
@@ -420,10 +462,14 @@ def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:
     """Draw the cosine similarity between each position embedding and all others.
 
-    The picture follows Figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021.
+    The picture follows Figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021. It has a tile
+    for each position, or for 14 x 14 evenly spaced positions.
 
-    pos_embed: (h*w, D) float, without prefix tokens. grid: (h, w). Draws a tile for each position,
-    or for 14 x 14 evenly spaced positions. Returns `picture`.
+    Args:
+        pos_embed: (h*w, D) float, without prefix tokens.
+        grid: (h, w).
+
+    Returns `picture`.
     """
     height, width = grid
     rows, columns = (np.unique(np.linspace(0, n - 1, min(n, 14)).round().astype(int)) for n in grid)
@@ -433,16 +479,19 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         .view(len(rows), len(columns), height, width)
         .numpy()
     )
+
     # Patches are drawn several pixels wide, because the gaps are narrower than a patch.
     zoom = max(1, 12 // max(grid))
     gap = max(1, zoom * max(grid) // 12)
     tall = zoom * height + gap
     wide = zoom * width + gap
+
     mosaic = np.full((len(rows) * tall - gap, len(columns) * wide - gap), np.nan)
     for y, x in np.ndindex(len(rows), len(columns)):
         mosaic[y * tall : (y + 1) * tall - gap, x * wide : (x + 1) * wide - gap] = (
             tiles[y, x].repeat(zoom, 0).repeat(zoom, 1)
         )
+
     shown = (
         ""
         if tiles.shape[:2] == grid
@@ -456,6 +505,7 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         drawn = axes.imshow(
             mosaic, cmap="viridis", vmin=float(tiles.min()), vmax=1.0, interpolation="nearest"
         )
+
         axes.set(xlabel="column of the patch", ylabel="row of the patch")
         axes.set_xticks(
             [i * wide + (wide - gap - 1) / 2 for i in range(len(columns))],
@@ -480,11 +530,15 @@ def plot_predictions(
 ) -> Path:
     """Draw images with their names and most likely classes. Returns `picture`.
 
-    images: (B, 1 or 3, H, W) uint8. names: B file names. classes: the classes and probabilities of
-    each image, in descending order. overlays: (B, 3, H, W) in [0, 1], drawn next to the images.
+    Args:
+        images: (B, 1 or 3, H, W) uint8.
+        names: B file names.
+        classes: the classes and probabilities of each image, in descending order.
+        overlays: (B, 3, H, W) in [0, 1], drawn next to the images.
     """
     num_columns = min(NUM_COLUMNS, max(3, len(images) * (1 if overlays is None else 2)))
     side = cell_width_in(num_columns)
+
     cells = []
     for number, (name, likeliest) in enumerate(zip(names, classes, strict=True)):
         caption = [shorten(name, side, SMALL_PT)]

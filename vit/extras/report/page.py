@@ -82,9 +82,11 @@ def make_report(
 ) -> Report:
     """Draw all pictures of a run and write its report.
 
-    in_use: whether a process is training in the folder, or None if unknown. `on_picture(done,
-    total, name)` is called after each picture. Raises ValueError if `run_dir` is not a run folder
-    or is not writable.
+    Args:
+        in_use: whether a process is training in the folder, or None if unknown.
+        on_picture: called after each picture with (done, total, name).
+
+    Raises ValueError if `run_dir` is not a run folder or is not writable.
     """
     pictures = draw_pictures(run_dir, device, on_picture)
     return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
@@ -105,6 +107,7 @@ class ReportHook(Hook):
         """See `Hook`."""
         if outcome != "finished":
             return
+
         run.signals.release_interrupt()
         try:
             report = make_report(run.folder, run.world.device, in_use=False)
@@ -114,6 +117,7 @@ class ReportHook(Hook):
                 f" launch/report.py {quote(str(run.folder))}"
             )
             return
+
         pictures = report.pictures
         pairs = [list(pair) for pair in pictures.confused_pairs]
         classes = [list(row) for row in pictures.class_accuracies]
@@ -154,6 +158,7 @@ def page_template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
     environment.filters.update(
         count=lambda value: _number(value, ",.0f"),
         fixed=lambda value, digits=2: _number(value, f",.{digits}f"),
@@ -172,6 +177,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
     run_dir = source.run_dir
     made_s = time.time()
     plan = history.plan
+
     config = None
     config_problem = config_text = ""
     config_facts = []
@@ -186,10 +192,12 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         config_facts = facts.config_facts(source, config, plan)
         config_facts += facts.twin_facts(history, run_dir, config)
         settings = facts.setting_rows(config)
+
     best_by = config.eval.best_by if config else VAL
     evaluations = facts.evaluation_rows(history, plan, best_by)
     classes = pictures.class_accuracies
     with_images = [row for row in classes if row.num_images]
+
     return {
         "name": run_dir.resolve().name,
         "script_hash": _script_hash(),
@@ -247,8 +255,10 @@ def _svg_element(picture: Path) -> Markup:
         document[document.index("<svg") :],
         flags=re.DOTALL,
     )
+
     # The panels are part of one page, so their ids must differ.
     svg = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{picture.stem}_", svg)
+
     # `Markup` prevents escaping. The SVG is safe, because its texts are drawn as outlines.
     return Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))
 
@@ -288,12 +298,14 @@ def _moment(seconds: float | None, after: float | None = None, zone: bool = True
     """Format a time in the local time zone, and omit the date if `after` is on the same day."""
     if seconds is None:
         return Markup("–")
+
     moment = datetime.fromtimestamp(seconds).astimezone()
     text = f"{moment:%H:%M}"
     if after is None or datetime.fromtimestamp(after).astimezone().date() != moment.date():
         text = f"{moment:%Y-%m-%d} {text}"
     if zone:
         text += f" {moment:%Z}"
+
     return Markup('<time datetime="{}">{}</time>').format(
         moment.isoformat(timespec="seconds"), text
     )

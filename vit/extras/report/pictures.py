@@ -101,9 +101,11 @@ def draw_pictures(
             f"{run_dir}: not a run folder: pass a folder written by launch/train.py, such as"
             " runs/demo"
         )
+
     source = ReportSource(run_dir, device)
     remove_leftovers(run_dir / REPORT_FOLDER)
     pictures = Pictures()
+
     # The random state is forked, because a new model draws random weights.
     with torch.random.fork_rng(devices=[]):
         for number, (name, paint) in enumerate(PAINTERS.items(), 1):
@@ -114,6 +116,7 @@ def draw_pictures(
             except Exception as error:  # A failure must not affect other pictures or the run.
                 pictures.reasons[name] = as_sentence(error)
             on_picture(number, len(PAINTERS), name)
+
     with suppress(Exception):  # The confusion matrix already reports this reason.
         pictures.confused_pairs = _confused_pairs(source)
         pictures.class_accuracies = _class_accuracies(source)
@@ -139,6 +142,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
+
     # Decode only part of the batch, as if this process were one of many ranks.
     shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
     share = min(shares, default=batch_size)
@@ -151,10 +155,12 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
         on_bad_image=config.loader.on_bad_image,
         changes=train.changes,
     )
+
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)
     on_device = batch.to(source.device)
     inputs, targets = source.augment(on_device.images, on_device.labels, batch.table)
+
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
     names = source.class_names[: source.num_classes]
     model_figures.plot_augmented(
@@ -171,12 +177,14 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
 def _paint_attention(source: ReportSource, picture: Path) -> str:
     model: ImageModel = source.model
     check_rollout(model)
+
     predictions = None
     with suppress(ValueError):
         source.check_same_images()
         predictions = source.predictions[0]
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
+
     images = torch.stack([source.eval_image(sample) for sample in chosen])
     relevance, logits = rollouts(model, source.normalize(images))
     predicted = predicted_classes(logits)
@@ -189,6 +197,7 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
         class_names=source.class_names[: source.num_classes],
         picture=picture,
     )
+
     num_wrong = int((predicted.numpy() != labels[chosen]).sum())
     kind = "averaged weights" if source.weights.averaged else "weights"
     return (
@@ -214,10 +223,12 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
     if not pairs:
         raise ValueError("No validation image was misclassified")
     source.check_same_images()
+
     examples = []
     for true, predicted, *_ in pairs:
         places = np.flatnonzero((labels == true) & (predictions == predicted))[:NUM_EXAMPLES]
         examples.append([source.eval_image(int(place)) for place in places])
+
     plot_most_confused(pairs, examples, source.class_names, picture)
     return f"The most frequent mistakes at step {step:,}, with example images."
 

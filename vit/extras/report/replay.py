@@ -117,6 +117,7 @@ class Replay:
     def __init__(self, source: ReportSource, step: int, rank: int | None = None):
         self.source = source
         self.step = step
+
         record = source.run_dir / METRICS_FILE
         lines = read_metrics(record)
         starts = [line for line in lines if line["kind"] == "start" and line["step"] < step]
@@ -130,12 +131,14 @@ class Replay:
             raise ValueError(
                 f"--step {step}: {source.run_dir} has steps 1 to {last}: pass one of them"
             )
+
         config = source.config
         train = source.train_set
         self.world_size = int(starts[-1].get("world_size", 1))
         self.order = source.order
         self.position = step - 1
         self._check_same(starts[-1])
+
         self._rows_of_ranks = self._divided(starts[-1])
         self.rows = range(self.order.global_batch_size)
         if rank is not None:
@@ -145,6 +148,7 @@ class Replay:
                     f" {self.world_size - 1}"
                 )
             self.rows = self._rows_of_ranks[rank]
+
         # Load all rows, so that row numbers are those in the global batch.
         self._batches = TrainBatches(
             train.split,
@@ -177,6 +181,7 @@ class Replay:
         requested = self.rows if num_rows is None else self.rows[:num_rows]
         unit = self._batches.row_unit
         at_once = unit * max(ROWS_AT_ONCE // unit, 1)
+
         # Mixed rows and copies of an image must be computed together, so pieces consist of complete
         # groups.
         for first in range(requested.start // unit * unit, requested.stop, at_once):
@@ -199,6 +204,7 @@ class Replay:
         piece = BatchLayout(stop - first, layout.image_format, layout.num_columns)
         batch = piece.batch_in(memoryview(bytearray(piece.num_bytes)))
         self._batches.fill(self.position, first, batch)
+
         on_device = batch.to(self.source.device)
         inputs, targets = self.source.augment(on_device.images, on_device.labels, batch.table)
         return BatchRows(self._describe(batch, first), inputs.cpu(), targets.cpu())
@@ -208,13 +214,16 @@ class Replay:
         split = self._batches.split
         ids, copies = self.order.rows_and_copies(self.position, first, first + len(batch.ids))
         entries = split.index[ids]
+
         keys = sample_keys(self.order.seed, self.epoch - 1, ids, copies)
         size = self.image_size
         crops = draw_crops(config, keys, entries["width"], entries["height"], size).tolist()
         names = [split.key(int(sample)) for sample in ids]
+
         partner = partners(config, len(ids)) if mixes(config) else np.arange(len(ids))
         table = batch.table.numpy()
         starts = [rows.start for rows in self._rows_of_ranks]
+
         return [
             ReplayedRow(
                 row=first + n,
@@ -246,6 +255,7 @@ class Replay:
         path = epoch_files(self.source.run_dir).get(self.epoch)
         if path is None:
             return np.full((2, self.order.global_batch_size), np.nan, np.float16)
+
         steps = self.order.steps_per_epoch
         return read_epoch(path, steps, self.order.global_batch_size)[self.position % steps]
 
@@ -263,6 +273,7 @@ class Replay:
                 f" their checksums {actual[:12]}, expected {str(recorded)[:12]}): restore the data,"
                 " or pass the original data with data.root=..."
             )
+
         recorded = start.get("first_batch_sha256")
         if recorded and recorded != rows_sha256(self.order, start["step"]):
             raise ValueError(
@@ -277,6 +288,7 @@ def _mixing(table: NDArray[np.float32], partner: int, partner_key: str) -> dict[
     if table[LAMBDA] == 1:
         nothing = {"mixed_by": "", "partner_row": None, "partner_key": "", "box": ""}
         return {**nothing, "own_share": 1.0}
+
     is_cut = bool(table[CUTMIX])
     box = " ".join(f"{table[column]:.0f}" for column in (TOP, BOTTOM, LEFT, RIGHT))
     return {
@@ -308,6 +320,7 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
     data = source.config.data
     names = source.class_names
     side = cell_width_in(2 * PAIRS_IN_A_LINE)
+
     cells = []
     for piece in replay.pieces(num_images):
         shown = as_colors(piece.inputs, data.mean, data.std)
@@ -315,6 +328,7 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
             lines = [shorten(text, side, CAPTION_PT) for text in (row.key, row.class_name)]
             cells.append(Cell(_stored(replay, row), lines))
             cells.append(Cell(image, _caption(row, share_lines(target, names, side), side)))
+
     height, width = replay.image_size
     first = replay.rows.start
     heading = (
@@ -322,6 +336,7 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
         f" {first + len(cells) // 2 - 1} of {replay.order.global_batch_size:,}, {width} × {height}"
         " pixels"
     )
+
     columns = min(len(cells), 2 * PAIRS_IN_A_LINE)
     titles = ["stored, with crop", "as trained on"] * (columns // 2)
     return plot_cells(
@@ -334,6 +349,7 @@ def _stored(replay: Replay, row: ReplayedRow) -> Tensor:
     image = Image.fromarray(decode(replay.source.train_set.split.read(row.sample)))
     scale = STORED_PX / max(image.size)
     image = image.resize([max(round(side * scale), 1) for side in image.size])
+
     right = row.crop_left + row.crop_width
     bottom = row.crop_top + row.crop_height
     corners = [row.crop_left, row.crop_top, right, bottom]
@@ -345,10 +361,12 @@ def _stored(replay: Replay, row: ReplayedRow) -> Tensor:
 def _caption(row: ReplayedRow, target: list[str], width_in: float) -> list[str]:
     if not row.weight:
         return ["not readable"]
+
     parts = [row.augmentation] if row.augmentation else []
     if row.mixed_by:
         parts.append(f"{row.mixed_by} with row {row.partner_row}")
     if row.loss is not None:
         parts.append(f"loss {row.loss:.3g}")
+
     lines = wrap("; ".join(parts), int(width_in * 72 / (0.55 * CAPTION_PT)))
     return [*target, *lines]

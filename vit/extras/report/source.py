@@ -138,6 +138,7 @@ class ReportSource:
             names = names or self.val_split.class_names
         with suppress(ValueError):
             num_classes = max(num_classes, int(np.max(self.predictions[:2])) + 1)
+
         names = names + [""] * (num_classes - len(names))
         return [name or f"class {number}" for number, name in enumerate(names)]
 
@@ -175,6 +176,7 @@ class ReportSource:
             config = self.config
             splits = self.train_set.split, self.val_split
             return choose_num_classes(config.model, config.data, *splits)
+
         if self.weights.num_classes is None:
             raise ValueError(f"{self.weights.path} does not contain the number of classes")
         return self.weights.num_classes

@@ -93,6 +93,7 @@ def read_curves(
             f"{source.run_dir}: this run recorded no per-image losses: train with"
             " log.sample_losses=1"
         )
+
     every = math.ceil(len(files) * num_samples / MAX_CURVE_VALUES)
     margins = []
     num_seen = np.zeros(num_samples, np.int64)
@@ -101,11 +102,13 @@ def read_curves(
     last_right = np.zeros(num_samples, np.int64)
     times_forgotten = np.zeros(num_samples, np.int64)
     was_right = np.zeros(num_samples, bool)
+
     for number, (epoch, path) in enumerate(files.items()):
         added = _add_up(source, epoch, path)
         weight, _, margin = added
         seen = weight > 0
         is_right = seen & (margin > 0)
+
         num_seen += seen
         sums += added
         first_right[is_right & (first_right == 0)] = epoch
@@ -116,6 +119,7 @@ def read_curves(
             with np.errstate(invalid="ignore"):
                 margins.append((margin / np.where(seen, weight, np.nan)).astype(np.float16))
         on_epoch(number + 1, len(files))
+
     total = np.where(sums[0] > 0, sums[0], np.nan)
     return SampleCurves(
         list(files),
@@ -137,6 +141,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
     values = read_epoch(path, steps, order.global_batch_size)
     width = table_layout(augment).width
     readable = np.ones(order.global_batch_size, np.float32)
+
     ids = []
     rows = []
     for step in range(steps):
@@ -144,6 +149,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         weights = (~np.isnan(losses)).astype(np.float64)
         if not weights.any():
             continue
+
         position = (epoch - 1) * steps + step
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
@@ -160,8 +166,10 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
                 epoch=epoch - 1,
             )
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
+
         ids.append(order.batch(position))
         rows.append([weights, *(np.nan_to_num(v) * weights for v in (losses, margins))])
+
     num_samples = source.train_set.split.num_samples
     if not ids:
         return np.zeros((3, num_samples))
@@ -188,6 +196,7 @@ def write_table(
     names = source.class_names
     labels = source.train_labels
     twin_of = {other: same[0] for same in duplicates.groups for other in same[1:]}
+
     near_to: dict[int, tuple[str, float, str]] = {}
     if near is not None:
         val = source.val_split
@@ -196,6 +205,7 @@ def write_table(
         for first, second, cosine in reversed(near.pairs):
             near_to[first] = (split.key(second), cosine, split.name)
             near_to[second] = (split.key(first), cosine, split.name)
+
     with csv_writer(path) as writer:
         writer.writerow(COLUMNS)
         for sample in curves.suspects.tolist():

@@ -70,6 +70,7 @@ def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
     train = _names(split)
     evaluated = _names(val_split)
     labels = split.index["label"]
+
     order = np.argsort(train, kind="stable")
     groups = []
     for members in np.split(order, np.flatnonzero(np.diff(train[order])) + 1):
@@ -79,6 +80,7 @@ def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
                 by_bytes.setdefault(split.read(sample), []).append(sample)
             groups += [same for same in by_bytes.values() if len(same) > 1]
     groups.sort(key=lambda same: (len(set(labels[same].tolist())) == 1, same))
+
     val_order = np.argsort(evaluated, kind="stable")
     places = np.searchsorted(evaluated[val_order], train)
     val_samples = val_order[np.minimum(places, len(evaluated) - 1)]
@@ -117,12 +119,14 @@ def find_near_doubles(
 ) -> NearDoubles:
     """Find near duplicates in the run's training data.
 
-    features: the result of `pooled_features`, which is whitened in place. threshold: the minimum
-    cosine similarity, in (-1, 1].
+    Args:
+        features: the result of `pooled_features`, which is whitened in place.
+        threshold: the minimum cosine similarity, in (-1, 1].
     """
     train = source.train_set.split
     whiten_(features)
     similarity, nearest_samples = nearest(features, len(train), source.device, on_images)
+
     twin_of = {sample: same[0] for same in duplicates.groups for sample in same}
     copied = {(mine, val) for mine, val in duplicates.also_evaluated}
     pairs: dict[tuple[int, int], float] = {}
@@ -136,6 +140,7 @@ def find_near_doubles(
                 evaluated.append((other, val, cosine))
         elif twin_of.get(sample, -1) != twin_of.get(other, -2):
             pairs[min(sample, other), max(sample, other)] = cosine
+
     labels = source.train_labels
     ordered = sorted(
         ((first, second, cosine) for (first, second), cosine in pairs.items()),
@@ -175,6 +180,7 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
     handle = _head_of(source.model).register_forward_pre_hook(
         lambda _, inputs: head_inputs.append(inputs[0])
     )
+
     config = source.config
     total = sum(len(split) for split in splits)
     features: Tensor | None = None
@@ -184,6 +190,7 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
         whole: Any = split
         batch_size = min(config.eval.batch_size, len(split))
         batches = EvalBatches(whole, source.image_format, config.eval, batch_size)
+
         num_workers = num_cores() if len(split) > FEW_IMAGES else 0
         device = source.device
         with Loader(batches, 0, len(batches), num_workers=num_workers, device=device) as loader:
@@ -197,6 +204,7 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
                 features[done : done + filled] = batch_features.cpu()
                 done += filled
                 on_images(done, total)
+
     handle.remove()
     assert features is not None
     return features
@@ -209,11 +217,13 @@ def whiten_(features: Tensor) -> None:
     for rows in features.split(BLOCK):
         centered = rows.double() - mean
         covariance += centered.T @ centered
+
     variances, axes = torch.linalg.eigh(covariance / len(features))
     deviations = variances.clamp(min=0).sqrt()
     # Avoid division by 0 if all features are equal, as in a model whose weights are all 0.
     scale = 1 / (deviations + RIDGE * deviations[-1]).clamp(min=1e-12)
     whitening = (axes * scale).float()
+
     for rows in features.split(BLOCK):
         rows.copy_(nn.functional.normalize((rows - mean.float()) @ whitening, dim=1))
 
@@ -244,7 +254,9 @@ def nearest(
             closer = values > best
             best = torch.where(closer, values, best)
             best_numbers = torch.where(closer, places + first, best_numbers)
+
         similarity[start : start + BLOCK] = best.float().cpu()
         numbers[start : start + BLOCK] = best_numbers.cpu()
         on_images(min(start + BLOCK, len(features)), len(features))
+
     return similarity, numbers

@@ -55,23 +55,28 @@ def write_samples_page(
     never = rest[curves.never_learnt[rest]][:num_images]
     often = rest[np.argsort(-curves.times_forgotten[rest], kind="stable")]
     often = often[curves.times_forgotten[often] > 0][:num_images]
+
     doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
     evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
+
     looked_for_near = near is not None
     near = near or NearDoubles([], [])
     pairs = near.pairs[:num_images]
     val_pairs = near.also_evaluated[:num_images]
+
     chosen = [
         *chain(suspicious.tolist(), never.tolist(), often.tolist(), *doubles, evaluated),
         *chain(*((first, second) for first, second, _ in pairs)),
         *(train for train, _, _ in val_pairs),
     ]
+
     train = source.train_set.split
     predictions, why_silent = _predict(source, train, list(dict.fromkeys(chosen)))
     show = {n: _shown(source, train, n, pair, curves) for n, pair in predictions.items()}
     val = source.val_split
     val_predictions, _ = _predict(source, val, [sample for _, sample, _ in val_pairs])
     show_val = {n: _shown(source, val, n, pair) for n, pair in val_predictions.items()}
+
     content = page_template("samples.html.j2").render(
         name=source.run_dir.resolve().name,
         made_s=time.time(),
@@ -137,6 +142,7 @@ def _shown(
         notes.append(f"first correct in epoch {first}" if first else "never correct")
     if curves is not None and (times := int(curves.times_forgotten[sample])):
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
+
     name = source.class_names[label]
     predicted, share = prediction
     return {
@@ -158,6 +164,7 @@ def _picture(split: Split | Sources, sample: int) -> str:
         image = Image.fromarray(decode(split.read(sample)))
     except ValueError:
         return ""
+
     scale = PICTURE_PX / max(image.size)
     small = image.resize([max(round(side * scale), 1) for side in image.size])
     encoded = io.BytesIO()
@@ -170,6 +177,7 @@ def _curve(curves: SampleCurves, sample: int) -> Markup:
     seen = np.flatnonzero(np.isfinite(margins))
     if not len(seen):
         return Markup("")
+
     largest = max(float(np.abs(margins[seen]).max()), 1e-6)
     last = max(len(margins) - 1, 1)
     places: list[tuple[Any, Any]] = [
@@ -179,8 +187,10 @@ def _curve(curves: SampleCurves, sample: int) -> Markup:
         )
         for epoch in seen
     ]
+
     line = " ".join(f"{x},{y}" for x, y in places)
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="1.6"/>' for x, y in places if len(places) <= 32)
+
     # `Markup` prevents escaping. The SVG is safe, because it is generated from numbers.
     return Markup(
         f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img"'
