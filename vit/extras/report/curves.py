@@ -119,7 +119,8 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
     for line in history.of_kind("train"):
         steps = slice(before + 1, line["step"] + 1)
         before = line["step"]
-        if num_seen := seen[steps].sum():
+        num_seen = seen[steps].sum()
+        if num_seen:
             line["top1"] = 100.0 * float(right[steps].sum() / num_seen)
 
 
@@ -216,7 +217,7 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     for line in axes.get_lines():
         line.set_clip_on(False)  # Without clipping, a marker at 100 is completely visible.
 
-    results = [line.get(key) for line in evals for key in ("top1", "top1_ema")]
+    results = [line.get("top1") for line in evals] + [line.get("top1_ema") for line in evals]
     best = max((top1 for top1 in results if top1 is not None), default=None)
     if best is None:
         axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))
@@ -361,8 +362,7 @@ def plot_learning_curves(
         loss, accuracy = figure.subplots(1, 2)
         for axes, key in ((loss, "loss"), (accuracy, "top1")):
             for number, (name, history) in enumerate(histories):
-                look = {"color": f"C{number}", "name": name}
-                _draw_run(axes, history, key, smooth_epochs, **look)
+                _draw_run(axes, history, key, smooth_epochs, color=f"C{number}", name=name)
             axes.set_xlabel("epoch")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_xlim(0, None)

@@ -8,6 +8,7 @@ import json
 import re
 from collections import defaultdict
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ def run_state(
 
     times = [line["time"] for line in history.lines if line.get("time") is not None]
     age = duration(max(now_s - max(times), 0)) if times else "an unknown time"
-
     last = history.attempts[-1] if history.attempts else Attempt(0, {}, [], "not started")
     outcome = last.outcome
     by = ""
@@ -126,7 +126,8 @@ def twin_facts(history: History, run_dir: Path, config: Config) -> list[tuple[st
         with suppress(ValueError, OSError):  # not a config, or of another release
             other = config_io.load_config(path)
             is_plain = other.data.exclude is None and other.data.relabel is None
-            if path.parent != run_dir and is_plain and _settings_of_samples(other) == own:
+            is_twin = is_plain and _settings_of_samples(other) == own
+            if is_twin and path.parent != run_dir:
                 images = f"{count[1]} excluded or relabeled images"
                 return [("equal to", f"{path.parent.name}, but for {images}")]
     return []
@@ -162,7 +163,7 @@ def evaluation_rows(
 
     `by_top1` and `by_loss` are the results on the set `best_by`, which determines the best weights.
     """
-    names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
+    names = list(RESULT_NAMES) + [f"{name}_ema" for name in RESULT_NAMES]
     prefix = "" if best_by == VAL else f"{best_by}/"
 
     rows = []
@@ -230,7 +231,7 @@ def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
     """
     if not evaluations:
         return None
-    results = [result for row in evaluations for result in _results(row)]
+    results = list(chain.from_iterable(map(_results, evaluations)))
     best = max(results, key=lambda result: rank(result["by_top1"] or 0.0, result["by_loss"]))
     return {"last": _results(evaluations[-1])[0], "best": best}
 
@@ -299,14 +300,15 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
 
 def _fault_text(line: dict[str, Any]) -> str:
     general = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
+    unlimited = [key for key in line if key.endswith("_limit") and line[key] is None]
     details = [
         f"{key.replace('_', ' ').replace('grad norm', 'gradient norm')} {_short(value)}"
         for key, value in line.items()
-        if key not in general and not (value is None and key.endswith("_limit"))
+        if key not in general and key not in unlimited
     ]
-
     if line.get("samples"):
         details.append(f"largest losses: {', '.join(key for key, _ in line['samples'][:3])}")
+
     reason = str(line.get("reason", "?"))
     return f"{reason} ({'; '.join(details)})" if details else reason
 
@@ -355,7 +357,7 @@ def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]
     """
     skipped = {"kind", "step", "time", "restarts", "plan"}
     starts = {attempt.number: attempt.start for attempt in history.attempts}
-    names = dict.fromkeys(key for start in starts.values() for key in start if key not in skipped)
+    names = dict.fromkeys(key for key in chain.from_iterable(starts.values()) if key not in skipped)
 
     rows = []
     for name in names:

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ class History:
         sizes = list[tuple[int, str]]()
         before = 0
         for line in self.of_kind("train"):
-            if size := line.get("image_size"):
+            size = line.get("image_size")
+            if size:
                 text = "x".join(map(str, size)) if isinstance(size, list) else f"{size}"
                 if not sizes or sizes[-1][1] != text:
                     sizes.append((before, text))
@@ -101,8 +102,10 @@ class History:
             elif line["kind"] == "train":
                 num_images = (line["step"] - step) * batch_size
                 step = line["step"]
+
                 images_per_s = line.get("images_per_s")
-                if num_images > 0 and images_per_s and line.get("data_wait_s") is not None:
+                is_timed = images_per_s and line.get("data_wait_s") is not None
+                if num_images > 0 and is_timed:
                     yield line, num_images, num_images / images_per_s
 
 
@@ -116,8 +119,8 @@ def median(lines: list[dict[str, Any]], name: str) -> float | None:
 
 def set_names(history: History) -> list[str]:
     """Return the names of all evaluation sets other than `data.val_split`."""
-    keys = [key for line in history.of_kind("eval") for key in line if "/" in key]
-    return list(dict.fromkeys(key.partition("/")[0] for key in keys))
+    keys = chain.from_iterable(history.of_kind("eval"))
+    return list(dict.fromkeys(key.partition("/")[0] for key in keys if "/" in key))
 
 
 def read_history(path: Path, in_use: bool | None = None) -> History:

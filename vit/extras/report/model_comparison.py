@@ -137,9 +137,11 @@ def plot_comparison(
             share = 100 * float(compared.probabilities[index][number])
             cells.append(Cell(look[0], [f"{mark} {name}: {share:.0f} %"]))
 
-    counts = f"only A right: {compared.difference.only_first:,}"
-    counts += f", only B right: {compared.difference.only_second:,}"
-    heading = f"A and B on {len(compared.labels):,} images; {counts}"
+    heading = (
+        f"A and B on {len(compared.labels):,} images;"
+        f" only A right: {compared.difference.only_first:,},"
+        f" only B right: {compared.difference.only_second:,}"
+    )
     return plot_cells(cells, 6, heading, picture, ["image", "A", "B", "image", "A", "B"])
 
 

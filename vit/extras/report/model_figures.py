@@ -182,8 +182,7 @@ def draw_tokens(model: ImageModel, images: Images, picture: Path) -> str:
         images.on_image(8 * done + len(part))
 
     colors, shares = token_colors(torch.cat(parts), grid)
-    size = images.pixels.shape[2:]
-    large = F.interpolate(colors, size, mode="nearest")
+    large = F.interpolate(colors, images.pixels.shape[2:], mode="nearest")
     cells = []
     for image, patches, caption in zip(images.pixels, large, images.names, strict=True):
         cells += [Cell(image, [caption]), Cell(patches, [])]
@@ -231,8 +230,9 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
     patch_w, patch_h = (side - gap * (columns - 1)) / columns, (tall - gap * (rows - 1)) / rows
 
     with drawing(picture, 0.5 + tall + 0.4) as figure:
-        heading = f"{rows * columns} patches of {patch_size[1]} × {patch_size[0]} pixels"
-        sheet = new_sheet(figure, heading)
+        sheet = new_sheet(
+            figure, f"{rows * columns} patches of {patch_size[1]} × {patch_size[0]} pixels"
+        )
         place(sheet, pixels, at=(GAP_IN, 0.5), size=(side, tall))
 
         left = side + 3 * GAP_IN
@@ -248,13 +248,12 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
                 box = {"facecolor": "white", "alpha": 0.7, "pad": 1, "linewidth": 0}
                 sheet.text(at[0] + 0.05, at[1] + 0.08, number, size=6, va="center", bbox=box)
 
-        below = 0.5 + tall + 0.2
         length = patch_size[0] * patch_size[1] * image.shape[0]
         note = (
             f"Each patch is one token: its {length:,} values are multiplied by one matrix."
             " Positions are numbered row by row."
         )
-        sheet.text(GAP_IN, below, note, size=SMALL_PT, va="center", color=GRAY)
+        sheet.text(GAP_IN, 0.5 + tall + 0.2, note, size=SMALL_PT, va="center", color=GRAY)
     return picture
 
 
@@ -289,13 +288,14 @@ def plot_heads(
         over = overlaid(image[None], rollout[None])[0]
         place(sheet, to_pixels(over), at=(0.2 + image_in, 0.5), size=(image_in, tall))
 
-        notes = (
+        notes = [
             "Left: the model's input, and attention rollout over all blocks.",
             "Below: one row per block and one column per head.",
-            *(["The last row is the attention of the pool's query."] if has_pool else []),
             "Yellow patches get the most attention, violet patches none.",
             "Each map is scaled to its highest value.",
-        )
+        ]
+        if has_pool:
+            notes.insert(2, "The last row is the attention of the pool's query.")
         for number, note in enumerate(notes):
             x, y = 0.4 + 2 * image_in, 0.62 + 0.2 * number
             sheet.text(x, y, note, size=SMALL_PT, va="center", color=GRAY)
@@ -415,9 +415,8 @@ def plot_attention(
         )
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GRAY)
 
-        for i, (label, predicted, probability) in enumerate(
-            zip(labels, predictions, probabilities, strict=True)
-        ):
+        results = zip(labels, predictions, probabilities, strict=True)
+        for i, (label, predicted, probability) in enumerate(results):
             left, top = 0.1 + i % 2 * (pair + gap), 0.8 + i // 2 * row
             mark, color, weight = (
                 ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
@@ -497,9 +496,8 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         if tiles.shape[:2] == grid
         else f" ({len(rows)} × {len(columns)} of {height} × {width} shown)"
     )
-    with drawing(
-        picture, 1.0 + 6.2 * min(max(len(mosaic) / mosaic.shape[1], 0.3), 1.5), layout="constrained"
-    ) as figure:
+    height_in = 1.0 + 6.2 * min(max(len(mosaic) / mosaic.shape[1], 0.3), 1.5)
+    with drawing(picture, height_in, layout="constrained") as figure:
         add_title(figure, f"Cosine similarity of position embeddings{shown}")
         axes = figure.subplots()
         drawn = axes.imshow(

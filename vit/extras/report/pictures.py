@@ -162,13 +162,12 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     inputs, targets = source.augment(on_device.images, on_device.labels, batch.table)
 
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
-    names = source.class_names[: source.num_classes]
     model_figures.plot_augmented(
         inputs[rows].cpu(),
         targets[rows].cpu(),
         mean=config.data.mean,
         std=config.data.std,
-        class_names=names,
+        class_names=source.class_names[: source.num_classes],
         picture=picture,
     )
     return f"The first {len(rows)} of the {batch_size:,} images of step 1, as inputs of the model."

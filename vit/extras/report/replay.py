@@ -267,7 +267,8 @@ class Replay:
         """
         split = self.source.train_set.split
         recorded = start.get("content_sha256")
-        if recorded and recorded != (actual := content_sha256(split)):
+        actual = content_sha256(split) if recorded else ""
+        if recorded and recorded != actual:
             raise ValueError(
                 f"{split.root}: the images or labels have changed since step {self.step} (sha256 of"
                 f" their checksums {actual[:12]}, expected {str(recorded)[:12]}): restore the data,"
@@ -286,8 +287,7 @@ class Replay:
 def _mixing(table: NDArray[np.float32], partner: int, partner_key: str) -> dict[str, Any]:
     """Return the mixing fields of a row. table: its augmentation parameters, (K,)."""
     if table[LAMBDA] == 1:
-        nothing = {"mixed_by": "", "partner_row": None, "partner_key": "", "box": ""}
-        return {**nothing, "own_share": 1.0}
+        return {"mixed_by": "", "partner_row": None, "partner_key": "", "own_share": 1.0, "box": ""}
 
     is_cut = bool(table[CUTMIX])
     box = " ".join(f"{table[column]:.0f}" for column in (TOP, BOTTOM, LEFT, RIGHT))
@@ -310,7 +310,8 @@ def write_csv(replay: Replay, path: Path) -> Path:
     with csv_writer(path) as writer:
         writer.writerow(columns)
         for piece in replay.pieces():
-            writer.writerows([getattr(row, name) for name in columns] for row in piece.rows)
+            for row in piece.rows:
+                writer.writerow([getattr(row, name) for name in columns])
     return path
 
 

@@ -108,7 +108,6 @@ def read_curves(
         weight, _, margin = added
         seen = weight > 0
         is_right = seen & (margin > 0)
-
         num_seen += seen
         sums += added
         first_right[is_right & (first_right == 0)] = epoch
@@ -168,7 +167,8 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
 
         ids.append(order.batch(position))
-        rows.append([weights, *(np.nan_to_num(v) * weights for v in (losses, margins))])
+        weighted = [np.nan_to_num(recorded) * weights for recorded in (losses, margins)]
+        rows.append([weights, *weighted])
 
     num_samples = source.train_set.split.num_samples
     if not ids:
@@ -195,7 +195,10 @@ def write_table(
     split = source.train_set.split
     names = source.class_names
     labels = source.train_labels
-    twin_of = {other: same[0] for same in duplicates.groups for other in same[1:]}
+
+    twin_of: dict[int, int] = {}
+    for first, *others in duplicates.groups:
+        twin_of.update(dict.fromkeys(others, first))
 
     near_to: dict[int, tuple[str, float, str]] = {}
     if near is not None:

@@ -127,8 +127,11 @@ def find_near_doubles(
     whiten_(features)
     similarity, nearest_samples = nearest(features, len(train), source.device, on_images)
 
-    twin_of = {sample: same[0] for same in duplicates.groups for sample in same}
-    copied = {(mine, val) for mine, val in duplicates.also_evaluated}
+    twin_of: dict[int, int] = {}
+    for same in duplicates.groups:
+        twin_of.update(dict.fromkeys(same, same[0]))
+    copied = set(duplicates.also_evaluated)
+
     pairs: dict[tuple[int, int], float] = {}
     evaluated = []
     for sample in (similarity >= threshold).nonzero()[:, 0].tolist():
@@ -190,7 +193,6 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
         whole: Any = split
         batch_size = min(config.eval.batch_size, len(split))
         batches = EvalBatches(whole, source.image_format, config.eval, batch_size)
-
         num_workers = num_cores() if len(split) > FEW_IMAGES else 0
         device = source.device
         with Loader(batches, 0, len(batches), num_workers=num_workers, device=device) as loader:

@@ -55,7 +55,6 @@ def write_samples_page(
     never = rest[curves.never_learnt[rest]][:num_images]
     often = rest[np.argsort(-curves.times_forgotten[rest], kind="stable")]
     often = often[curves.times_forgotten[often] > 0][:num_images]
-
     doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
     evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
 
@@ -140,20 +139,19 @@ def _shown(
         notes.append(f"augmented: mean margin {curves.mean_margin[sample]:.2f}")
         first = int(curves.first_right[sample])
         notes.append(f"first correct in epoch {first}" if first else "never correct")
-    if curves is not None and (times := int(curves.times_forgotten[sample])):
+    times = 0 if curves is None else int(curves.times_forgotten[sample])
+    if times:
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
 
-    name = source.class_names[label]
     predicted, share = prediction
+    percent = f"{100 * share:.0f}\N{NO-BREAK SPACE}%"
     return {
         "key": split.key(sample),
-        "label": name,
+        "label": source.class_names[label],
         "uri": _picture(split, sample),
         "curve": Markup("") if curves is None else _curve(curves, sample),
         "notes": notes,
-        "predicted": f"{source.class_names[predicted]}, {100 * share:.0f}\N{NO-BREAK SPACE}%"
-        if predicted >= 0
-        else "",
+        "predicted": f"{source.class_names[predicted]}, {percent}" if predicted >= 0 else "",
         "differs": predicted != label,
     }
 
