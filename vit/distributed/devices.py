@@ -90,9 +90,9 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
     """Return "cpu" or "cuda" for all ranks, and notes to print.
 
     Args:
-        choice: the user's choice: "auto", "cpu" or "cuda".
-        setting: the name of that setting in messages, with "=".
-        devices: the devices of each rank.
+        choice: The user's choice: "auto", "cpu" or "cuda".
+        setting: The name of that setting in messages, with "=".
+        devices: The devices of each rank.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks, although `choice` is "cuda" or other hosts
@@ -133,8 +133,8 @@ def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> Non
 
     Args:
         addresses: PCI address ("0000:dc:00.0") of each GPU used on this host, by local rank.
-        own: index of this rank's GPU.
-        root: the folder of `sys`.
+        own: Index of this rank's GPU.
+        root: The folder of `sys`.
     """
     if not hasattr(os, "sched_setaffinity"):
         return

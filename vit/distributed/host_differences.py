@@ -64,8 +64,8 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
     """Return the values that differ between ranks.
 
     Args:
-        by_rank: maps each reporting rank to its values, keyed by name.
-        hosts: host name of each rank, or () if all ranks are on one host.
+        by_rank: Maps each reporting rank to its values, keyed by name.
+        hosts: Host name of each rank, or () if all ranks are on one host.
     """
     result = []
     for name in dict.fromkeys(chain.from_iterable(by_rank.values())):

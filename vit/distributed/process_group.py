@@ -87,11 +87,11 @@ def join_world(
 
     Args:
         device: "cpu", "cuda" or "auto", which means GPUs if every host has one per rank, else CPUs.
-        setting: the prefix of `device` in messages: a setting or a flag.
-        found: the devices of this host; None: call `find_devices`.
-        deterministic: whether GPUs use only deterministic operations.
-        collective_timeout: the time after which gloo and NCCL abort a collective.
-        limit: the time that rank 0 waits for the other ranks; None: COLLECTIVE_TIMEOUT.
+        setting: The prefix of `device` in messages: a setting or a flag.
+        found: The devices of this host; None: call `find_devices`.
+        deterministic: Whether GPUs use only deterministic operations.
+        collective_timeout: The time after which gloo and NCCL abort a collective.
+        limit: The time that rank 0 waits for the other ranks; None: COLLECTIVE_TIMEOUT.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks, hosts differ, or the ranks cannot connect.

@@ -87,8 +87,8 @@ class Watch:
     The watchdog does nothing with a single rank or without a limit.
 
     Args:
-        limit_s: maximum time between two marks of a rank, and between two beats.
-        end: called with the verdict on a thread of each rank; must end the process.
+        limit_s: Maximum time between two marks of a rank, and between two beats.
+        end: Called with the verdict on a thread of each rank; must end the process.
     """
 
     def __init__(self, world: World, limit_s: float | None, end: Callable[[HangVerdict], None]):

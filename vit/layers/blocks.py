@@ -60,8 +60,8 @@ class Blocks(nn.Sequential):
         The result has the dtype of `x`, because the last norm and the head compute in fp32.
 
         Args:
-            rope: the table of `vit.layers.rope.RotaryEmbedding`.
-            kept: the samples that keep each branch, from `vit.layers.drop_path.DropPaths`.
+            rope: The table of `vit.layers.rope.RotaryEmbedding`.
+            kept: The samples that keep each branch, from `vit.layers.drop_path.DropPaths`.
         """
         dtype = x.dtype
         x = x.to(self.residual_dtype or dtype)

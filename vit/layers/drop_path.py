@@ -44,7 +44,7 @@ class DropPaths(nn.Module):
     rows, and its backward pass would read draws and rates in place of factors.
 
     Args:
-        rate, schedule: see `drop_path_rates`; with rate 0, nothing is drawn.
+        rate, schedule: See `drop_path_rates`; with rate 0, nothing is drawn.
         form: "mask" or "subset".
     """
 

@@ -25,7 +25,7 @@ class AtSize(nn.Module):
 
     Args:
         grid, model_grid: (h, w) in patches.
-        rope: the model's rotary embedding.
+        rope: The model's rotary embedding.
     """
 
     rows: Tensor

@@ -39,7 +39,7 @@ class RotaryEmbedding(nn.Module):
         reg_temperature: None if registers are not rotated.
         ref_feat_shape, grid_size: (h, w) in patches.
         rope_type: "axial" or "dinov3".
-        class_tokens, reg_tokens: the numbers of prefix tokens, in this order.
+        class_tokens, reg_tokens: The numbers of prefix tokens, in this order.
     """
 
     table: Tensor

@@ -23,8 +23,8 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     only numbers.
 
     Args:
-        names: class names of labels 0, 1, ...; [] if the data have none.
-        num_classes: number of classes in the data.
+        names: Class names of labels 0, 1, ...; [] if the data have none.
+        num_classes: Number of classes in the data.
     """
     if loaded.num_classes is None:
         return ""

@@ -62,7 +62,7 @@ def load_weights(
 
     Args:
         grid: (h, w) of the source's positions; None: a square.
-        reset_head: keep the model's initial head and pre-logits layer (the head starts at zero).
+        reset_head: Keep the model's initial head and pre-logits layer (the head starts at zero).
 
     Returns:
         One sentence per adaptation.
@@ -393,7 +393,7 @@ def _stated_grid(
 
     Args:
         config: timm's or transformers' config.json.
-        options: the command line that the training program stored in the file.
+        options: The command line that the training program stored in the file.
     """
     for content in (object_in(config), options):
         with suppress(LookupError, TypeError, AttributeError):

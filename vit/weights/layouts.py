@@ -74,8 +74,8 @@ class LayoutRow:
     """The name and memory layout that another program uses for one weight of this project.
 
     Args:
-        theirs: one name, or the names of query, key and value.
-        turn: a key of `TURNS`.
+        theirs: One name, or the names of query, key and value.
+        turn: A key of `TURNS`.
     """
 
     theirs: tuple[str, ...]

@@ -45,7 +45,7 @@ def readings(
     The model's own grid precedes a square, which most published weights have.
 
     Args:
-        source, target: state dicts of the file and the model, with `pos_embed`.
+        source, target: State dicts of the file and the model, with `pos_embed`.
         model_grid: (h, w) of the model's patches.
         stated: (h, w) that the file or its config states, or None.
     """
@@ -78,7 +78,7 @@ def fit_positions(
     tokens, they are added to these tokens; if only the model has them, they are zero.
 
     Args:
-        source, target: state dicts of the file and the model.
+        source, target: State dicts of the file and the model.
         new_grid, grid: (h, w) of the model's patches and of the source's positions; None if
             unknown.
 

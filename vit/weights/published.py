@@ -512,8 +512,8 @@ def describe_published(
 
     Args:
         size: (height, width) at which the images were evaluated.
-        num_classes: number of classes in the data.
-        head_classes: number of rows of the model's head. Only the counts are compared, because
+        num_classes: Number of classes in the data.
+        head_classes: Number of rows of the model's head. Only the counts are compared, because
             these weights have no class names.
     """
     counts = ""

@@ -57,7 +57,7 @@ def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: tor
     Args:
         levels: The levels (B, C, H * W) int64.
         highest: The maximum of `levels`, (B, C, 1).
-        dtype: float64 for Pillow's arithmetic, in which the highest level may become 254; float32
+        dtype: Float64 for Pillow's arithmetic, in which the highest level may become 254; float32
             for TensorFlow's.
     """
     pair = torch.add(highest, levels.amin(2, keepdim=True), alpha=256)

@@ -145,8 +145,8 @@ def _line(axes: Axes, lines: list[dict[str, Any]], name: str, *, style: str, **l
     """Plot `name` against the step.
 
     Args:
-        style: the format string for matplotlib's `plot`.
-        look: further arguments of `plot`.
+        style: The format string for matplotlib's `plot`.
+        look: Further arguments of `plot`.
     """
     steps, values = _points(lines, name)
     if len(steps):

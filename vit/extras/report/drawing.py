@@ -161,8 +161,8 @@ def place(
     """Draw `pixels` (H, W, 3) centered in a box, as large as possible.
 
     Args:
-        at: left and top of the box, in inches.
-        size: the width and height of the box, in inches.
+        at: Left and top of the box, in inches.
+        size: The width and height of the box, in inches.
     """
     scale = min(size[0] / pixels.shape[1], size[1] / pixels.shape[0])
     half_w = pixels.shape[1] * scale / 2

@@ -266,7 +266,7 @@ def plot_heads(
         image: (1 or 3, H, W) uint8.
         heads: (layers, heads, h, w) float.
         rollout: (h, w).
-        has_pool: whether the last layer is a MAP head.
+        has_pool: Whether the last layer is a MAP head.
 
     Each map is scaled to its highest value. Returns `picture`.
     """
@@ -394,7 +394,7 @@ def plot_attention(
         images: (B, C, H, W) uint8.
         relevance: (B, h, w) float, scaled to [0, 1] in each image.
         labels, predictions: B classes, or -1 if the logits were NaN.
-        probabilities: the probabilities of the predicted classes.
+        probabilities: The probabilities of the predicted classes.
 
     Returns `picture`.
     """
@@ -531,7 +531,7 @@ def plot_predictions(
     Args:
         images: (B, 1 or 3, H, W) uint8.
         names: B file names.
-        classes: the classes and probabilities of each image, in descending order.
+        classes: The classes and probabilities of each image, in descending order.
         overlays: (B, 3, H, W) in [0, 1], drawn next to the images.
     """
     num_columns = min(NUM_COLUMNS, max(3, len(images) * (1 if overlays is None else 2)))

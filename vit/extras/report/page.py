@@ -83,8 +83,8 @@ def make_report(
     """Draw all pictures of a run and write its report.
 
     Args:
-        in_use: whether a process is training in the folder, or None if unknown.
-        on_picture: called after each picture with (done, total, name).
+        in_use: Whether a process is training in the folder, or None if unknown.
+        on_picture: Called after each picture with (done, total, name).
 
     Raises ValueError if `run_dir` is not a run folder or is not writable.
     """

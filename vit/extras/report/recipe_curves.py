@@ -19,10 +19,10 @@ def draw_curves(
     """Draw the curves of `config` over epochs, and return `picture`.
 
     Args:
-        times: the epochs of `rates` and `decays`.
-        rates: the learning rate.
-        decays: the weight decay.
-        reference: the epochs and the top-1 in percent of each published run. They have a panel of
+        times: The epochs of `rates` and `decays`.
+        rates: The learning rate.
+        decays: The weight decay.
+        reference: The epochs and the top-1 in percent of each published run. They have a panel of
             their own if there are any.
     """
     with drawing(picture, 4.4, layout="constrained") as figure:

@@ -120,8 +120,8 @@ def find_near_doubles(
     """Find near duplicates in the run's training data.
 
     Args:
-        features: the result of `pooled_features`, which is whitened in place.
-        threshold: the minimum cosine similarity, in (-1, 1].
+        features: The result of `pooled_features`, which is whitened in place.
+        threshold: The minimum cosine similarity, in (-1, 1].
     """
     train = source.train_set.split
     whiten_(features)
