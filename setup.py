@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 
 FILES = sorted(Path("vit/data/decode/c").glob("*.[ch]"))
 STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
-# The C code calls nothing of Python, so one wheel per platform serves every Python from 3.11 on.
+# The C code does not call Python, so one wheel per platform serves every Python from 3.11 on.
 # Only Pythons without a GIL lack the stable ABI, and get a wheel of their own.
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 NATIVE = Extension(

@@ -64,9 +64,9 @@ def source(
 ) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
-    Raises PrepError if `path` is missing, is not an archive or contains `out`, and like
-    `read_layout`. Listing the images raises PrepError for missing or conflicting classes, an
-    unclear class order, and too many images in unsupported formats.
+    Raises PrepError if `path` is missing, is not an archive or contains `out`, and the
+    errors of `read_layout`. Listing the images raises PrepError for missing or conflicting classes,
+    an unclear class order, and too many images in unsupported formats.
 
     Args:
         val_fraction: The fraction of each class to use as val, in [0, 1), by default 0.1.

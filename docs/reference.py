@@ -1,4 +1,4 @@
-"""Write the pages of the reference, which `make docs` puts into the site: nothing of them is
+"""Write the pages of the reference, which `make docs` puts into the site. The pages are not
 committed, so that they cannot be out of date.
 
     python docs/reference.py FOLDER

@@ -130,8 +130,8 @@ ADVICE = (
 def test_the_length_of_a_run_is_logged_after_three_steps(
     step_s, total_steps, kind, expected, config, tmp_path, capsys, monkeypatch
 ):
-    """Two other things take long and do not count: the first step, and an evaluation after the
-    second."""
+    """Two other things take a long time and do not count: the first step, and an evaluation after
+    the second."""
     now = [1000.0]
     monkeypatch.setattr("vit.monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
     settings = load_config(config, [*TINY, f"train.steps={total_steps}", "log.every_steps=100"])

@@ -61,8 +61,8 @@ class Hook:
         """Prepare to train from the step in `run.state`."""
 
     def loss_limit(self, step: int) -> float | None:
-        """Return the mean loss of the global batch, equal on all ranks, above which the update at
-        `step` is skipped."""
+        """Return a limit that is equal on all ranks. The update at `step` is skipped if the mean
+        loss of the global batch is above the limit."""
         return None
 
     def queued(self, batch: Batch) -> None:

@@ -94,8 +94,8 @@ def main() -> None:
         for part in chosen:
             left_s = 60 * args.minutes - (time.monotonic() - began_s)
             new_lines: list[Line] = []
-            # The machine may be taken away at any time, so each part is written when it ends, also
-            # because of a signal.
+            # The machine may be reclaimed at any time, so write each part as soon as it ends, even
+            # if a signal ended it.
             try:
                 run_part(part.title, part.run, part.budget_s, left_s, partial(_take, new_lines))
             finally:

@@ -38,9 +38,9 @@ class Counts:
     resumed: int
     """Steps of the undisturbed run after the first saved state from which a life resumed."""
     equal_batches: int
-    """How many of these have the same sample numbers as in the undisturbed run, over all ranks."""
+    """The number of `resumed` steps with the undisturbed run's sample numbers, over all ranks."""
     equal_augmentations: int
-    """How many of these have the same sample numbers and augmentations."""
+    """The number of `resumed` steps with the undisturbed run's sample numbers and augmentations."""
     done_again: int
     """Steps that were trained but are not part of the final weights."""
     ends_together: bool

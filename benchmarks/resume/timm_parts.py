@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def main() -> None:
-    training = Training()  # the model, DDP and SGD; nothing of its state is used
+    training = Training()  # the model, DDP and SGD; its state is not used
     random_seed(probe.SEED, RANK)
     start_epoch = 0
     files = list(FOLDER.glob("last.pth.tar" if VARIANT == "epochs" else "recovery-*.pth.tar"))

@@ -59,8 +59,8 @@ class Members(NamedTuple):
 def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], bytes]]:
     """Return the files of a zip or tar, and a function that reads a single file.
 
-    The first bytes determine the type. Raises PrepError for other types, and like `walk_zip` and
-    `walk_tar`.
+    The first bytes determine the type. Raises PrepError for other types, and the errors of
+    `walk_zip` and `walk_tar`.
     """
     head = _head(path)
     if head.startswith(b"PK") or path.suffix.lower() == ".zip":

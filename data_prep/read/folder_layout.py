@@ -55,9 +55,9 @@ def read_layout(
 ) -> Layout:
     """Find the splits of a source.
 
-    Raises PrepError if two readings are possible, folders with images would not be used, two
-    folders are the same split, or there are val images without train images, and like `find_lists`
-    and `read_lists`.
+    Raises PrepError if two readings are possible, if folders with images would not be used, if two
+    folders are the same split, or if there are val images without train images. Also raises the
+    errors of `find_lists` and `read_lists`.
 
     Args:
         choice: "splits" or "classes" if the user decided what the folders are.

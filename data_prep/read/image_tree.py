@@ -90,8 +90,8 @@ def _by_number(counts: Counter[str]) -> str:
 def listed(folder: Path | str) -> tuple[list[str], list[str]]:
     """Return the sorted names of all folders and files in `folder` that are not hidden.
 
-    Raises PrepError if the folder cannot be listed, or contains a link to nowhere. If the name of
-    the link has a suffix of files, an error is raised later, when the file is read.
+    Raises PrepError if the folder cannot be listed, or contains a broken link. If the name of the
+    link has a suffix, the error is raised later, when the file is read.
     """
     try:
         with os.scandir(folder) as entries:

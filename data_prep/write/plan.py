@@ -270,8 +270,8 @@ def choose_num_shards(
 ) -> dict[str, int]:
     """Return the number of shards in each split, based on its samples and the mean image size.
 
-    Train gets the number in the settings, or by default one shard per `shard_bytes`, but at least
-    8. All other splits get a proportional number, at least 1.
+    The training split gets the number of shards in the settings, or by default one shard per
+    `shard_bytes`, but at least 8. All other splits get a proportional number, at least 1.
     """
     train = next(iter(splits.values()))
     by_size = round(train * mean_bytes / (settings.shard_bytes or SHARD_BYTES))

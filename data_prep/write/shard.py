@@ -235,7 +235,7 @@ def write_shard(work: ShardWork) -> dict[str, Any]:
 
 
 def _announce(sample: Sample) -> None:
-    """Tell the kernel to read a sample ahead. Errors are left to the later read."""
+    """Tell the kernel to read a sample in advance. Errors are left to the later read."""
     if HAS_ADVICE:
         with suppress(OSError):  # The file may be a folder.
             os.posix_fadvise(

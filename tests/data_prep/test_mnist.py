@@ -56,8 +56,8 @@ def test_variants_equal_those_of_torchvision(variant):
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
-    """The test first runs with the md5s of the generated files. The real md5s of MNIST must then
-    reject these files."""
+    """The generated files are rejected with the real md5s of MNIST, and accepted with their own
+    md5s."""
     served = below("/m/", small)
     command = [
         str(tmp_path / "new" / "folder"),

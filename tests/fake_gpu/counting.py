@@ -41,7 +41,7 @@ NUM_CLASSES = 1000
 WARM_UP_STEPS = 3
 TIMED_STEPS = 15
 LAUNCHES = ("launch", "gemm", "copy", "memset")
-"""The calls of the log that start work on the GPU. The operators of cuDNN are not in the log."""
+"""The calls in the log that start work on the GPU. The operators of cuDNN are not in the log."""
 CUDNN = ("cudnn", "convolution")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach")
 OVERWRITES = ("copy_", "fill_", "zero_")

@@ -546,13 +546,13 @@ def cifar_with(name: str, change: Callable[[bytes], bytes], packed: bool) -> Cal
 
 
 def mnist_with(name: str, content: bytes, packed: bool) -> Callable[[], Files]:
-    """Return the files of MNIST with another content of one file."""
+    """Return the files of MNIST, of which one has this content."""
     files = changed("MNIST", edit(name, lambda _: content))
     return lambda: gzipped(files()) if packed else files()
 
 
 def parquets(*flags: str, **splits: list[dict[str, Any]]) -> Callable[[str], Wrong]:
-    """Return a function from the message of an error to a fault with these parquet files."""
+    """Return a function that maps an error message to a fault with these parquet files."""
     return lambda message: parquet(
         lambda: {f"in/{split}.parquet": parquet_of(listed) for split, listed in splits.items()},
         message,

@@ -265,7 +265,7 @@ def newest_checkpoint(
     must not start the run over.
     """
     with reading(run_dir / CHECKPOINTS):
-        # `listdir` raises an error for a folder without permission and for a link to nowhere.
+        # `listdir` raises an error for a folder without permission and for a broken link.
         # `glob` would return nothing, and the run would start over.
         names = os.listdir(run_dir / CHECKPOINTS) if os.path.lexists(run_dir / CHECKPOINTS) else []
         candidates = complete_checkpoints(run_dir)

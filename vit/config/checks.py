@@ -408,7 +408,7 @@ def image_size_rules(config: Config) -> Iterator[str]:
 
 
 def _multiple(size: tuple[int, int], patch: tuple[int, int], more: int) -> tuple[int, int]:
-    """Return `size` rounded down to a multiple of the patch; with more=1, rounded up."""
+    """Return `size` rounded down to a multiple of the patch size, or rounded up if `more` is 1."""
     height, width = (
         (side + more * (of_patch - 1)) // of_patch * of_patch
         for side, of_patch in zip(size, patch, strict=True)

@@ -56,8 +56,9 @@ class EvalConfig(Section):
     """Evaluation on `data.val_split`, exact on any number of ranks."""
 
     every_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Epochs between evaluations. Give this, `every_steps`, or neither to evaluate only after the
-    last step. The last step is also evaluated, unless the run is shorter than one interval."""
+    """Epochs between evaluations. Set at most one of this and `every_steps`. If neither is set, the
+    run is evaluated only after the last step. Otherwise, the last step is also evaluated, unless
+    the run is shorter than one interval."""
     every_steps: Positive | None = None
     """Steps between evaluations."""
     batch_size: Positive = 64
@@ -114,7 +115,8 @@ class ScheduleConfig(Section):
     """When the rate changes: every step, or at the beginning of every epoch, as in DeiT,
     torchvision, and timm without --sched-on-updates."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Length of the warm-up in steps. Give this, `warmup_epochs`, or neither for no warm-up."""
+    """Length of the warm-up in steps. Set at most one of this and `warmup_epochs`. If neither is
+    set, there is no warm-up."""
     warmup_epochs: Annotated[float, Field(ge=0)] | None = None
     """Length of the warm-up in epochs."""
     warmup_lr: Annotated[
@@ -513,8 +515,8 @@ class InitConfig(Section):
     freeze: Annotated[
         Literal["none", "backbone"] | Annotated[int, Field(ge=0)], OnlyWith("checkpoint")
     ] = "none"
-    """Parameters that training does not change: `backbone`, all but the head (a feature extractor);
-    or a number k, the patch embedding, tokens, positions and the first k blocks."""
+    """Parameters that training does not change. `backbone`: all but the head (a feature extractor).
+    A number k: the patch embedding, tokens, positions and the first k blocks."""
 
 
 class RunConfig(Section):

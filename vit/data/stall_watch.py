@@ -14,8 +14,8 @@ from collections.abc import Callable
 from vit.data.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
-"""The time in seconds before the first report of a wait and between reports. A short stall timeout
-limits it to a quarter of the timeout."""
+"""The time in seconds before the first report of a wait and between reports. If the stall
+timeout is short, a quarter of the timeout is used instead."""
 LOOK_EACH_S = 1.0
 """The time in seconds between two checks while training waits. A short stall timeout reduces this
 time."""

@@ -49,19 +49,19 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse like argparse, and store the arguments for `error`."""
+        """Parse as argparse does, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_known_intermixed_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse like argparse, and store the arguments for `error`."""
+        """Parse as argparse does, and store the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_intermixed_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Check like argparse, and suggest the nearest choices."""
+        """Check a value as argparse does, and suggest the nearest choices."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:

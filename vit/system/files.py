@@ -88,7 +88,10 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def _newest_change_s(path: Path) -> float:
-    """Return when `path`, or anything in it, last changed. Raises OSError if it is gone."""
+    """Return the time of the last change of `path` or of anything in it.
+
+    Raises OSError if `path` is gone.
+    """
     newest_s = path.stat().st_mtime
     for inside in path.rglob("*"):
         with suppress(OSError):

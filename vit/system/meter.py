@@ -83,8 +83,8 @@ class Meter:
             self._live.stop()
 
     def update(self, done: int, also: str = "", num_bytes: int = 0) -> None:
-        """Report `done` completed units, optionally `num_bytes` as a rate in MB/s, and the text
-        `also`."""
+        """Report `done` completed units, the text `also`, and optionally the rate of `num_bytes` in
+        MB/s."""
         now = time.monotonic()
         is_in_log = self.into is None and self._live is None
         is_too_soon = is_in_log and now - self._printed_at < LOG_EVERY_S

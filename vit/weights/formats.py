@@ -150,7 +150,7 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
     if not head.startswith(b"\x80"):
         kind = next((kind for start, kind in OTHER_KINDS.items() if text.startswith(start)), "")
         if not kind and path.suffix == ".safetensors":
-            return _open_safetensors(path)  # raises the library's reason
+            return _open_safetensors(path)  # raises an error with the library's reason
         if not head:
             raise WeightsError(
                 f"{path} is truncated or not a checkpoint (it is empty): copy it again"

@@ -192,7 +192,8 @@ def main() -> None:
     value.backward()
     golden |= {"loss": value.detach(), "logits": logits.detach()}
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:  # MAE's class token is read by no head, but attended to
+        # No head reads MAE's class token, but it has a gradient, because patches attend to it.
+        if parameter.grad is not None:
             golden[f"g/{name}"] = parameter.grad.float()
     np.savez_compressed(out, **golden)
     print(out, Path(out).stat().st_size, logits[0].tolist())

@@ -66,7 +66,7 @@ def open_index(path: Path) -> np.ndarray:
         index = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except Exception as error:  # numpy parses the header as Python, which can raise anything
+    except Exception as error:  # numpy parses the header as Python, so it can raise any exception
         raise ValueError("truncated, or its header is damaged") from error
 
     is_index = index.dtype == INDEX_DTYPE and index.ndim == 1 and len(index)

@@ -127,7 +127,7 @@ class Split:
         """
         try:
             if checksum:
-                # Removing a header would require a copy of the entire image, so do not read it.
+                # Read only the image, because removing a header would require a copy of it.
                 data = self.tars.pread(i, shard, size, offset)
                 if len(data) == size and crc32c(data) == checksum:
                     return data, ""

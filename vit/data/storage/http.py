@@ -103,9 +103,9 @@ class WebFile(io.RawIOBase):
         self._is_whole = False
         """Whether the response contains the entire file, regardless of the requested range."""
         self._position = 0
-        """The offset in the file of the response's next byte."""
+        """The file offset of the response's next byte."""
         self._end: int | None = None
-        """The offset in the file where the response ends; None if unknown."""
+        """The file offset at which the response ends; None if unknown."""
 
         # Measure only the time spent waiting for the network. The reader's own work has no time
         # limit.

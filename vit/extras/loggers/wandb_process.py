@@ -294,7 +294,7 @@ def main() -> None:
         # Put W&B's temporary files into one folder, which `_leave` removes before it exits.
         tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=run_dir / "wandb")
         follow(run_dir, mode, int(sys.argv[3]), log_line)
-    except BaseException as error:  # W&B may raise anything, including SystemExit
+    except BaseException as error:  # W&B may raise any exception, including SystemExit
         _fail(run_dir, mode, _one_line(error), log_line)
     _leave(run_dir, 0)
 

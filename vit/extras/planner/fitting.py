@@ -62,8 +62,8 @@ def gpu_of(device: torch.device) -> Gpu | None:
         bandwidth_gbs=0.0,
         pattern=driver.name,
     )
-    # Use the memory that the driver reports. GPUs with the same name can have different amounts,
-    # and a MIG instance has only a part.
+    # Use the memory that the driver reports, because GPUs with the same name can differ in memory,
+    # and a MIG instance has only a part of it.
     return replace(find_device(driver.name) or unknown, memory_gib=driver.total_memory / GIB)
 
 

@@ -109,7 +109,8 @@ def published_runs() -> list[dict[str, Any]]:
 
 
 def end_to_end(forward: Work) -> EndToEnd:
-    """Return the range of the three published runs with the nearest FLOPs of a forward pass."""
+    """Return the range of the factors of three published runs: those with the nearest FLOPs of a
+    forward pass."""
 
     def distance(run: dict[str, Any]) -> float:
         return abs(math.log(Work(*run["work"]).flops / forward.flops))
