@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -267,14 +268,26 @@ def _folded(signature: str) -> str:
     if arguments.kwarg:
         parts.append(f"**{_typed(arguments.kwarg)}")
     lines = "".join(f"    {part},\n" for part in parts)
-    assert isinstance(tree.returns, ast.Constant)
-    return f"vit.{tree.name}(\n{lines}) -> {tree.returns.value}"
+    assert tree.returns is not None
+    return f"vit.{tree.name}(\n{lines}) -> {_type(tree.returns)}"
 
 
 def _typed(argument: ast.arg) -> str:
-    """Return `name: type`; types are strings, since modules import annotations from the future."""
-    assert isinstance(argument.annotation, ast.Constant)
-    return f"{argument.arg}: {argument.annotation.value}"
+    """Return `name: type`."""
+    assert argument.annotation is not None
+    return f"{argument.arg}: {_type(argument.annotation)}"
+
+
+def _type(annotation: ast.expr) -> str:
+    """Return a type without the modules of this project and of Python. Modules with deferred
+    annotations have strings."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        return annotation.value
+    return re.sub(
+        r"\b(?:collections\.abc|typing|pathlib|os|vit(?:\.\w+)*)\.(\w+)",
+        r"\1",
+        ast.unparse(annotation),
+    )
 
 
 def record_page() -> str:

@@ -864,6 +864,7 @@ WHOLE = (
     "other folders",
     "no WNID",
     "parquets in another order",
+    "a parquet row without label",
     "one parquet file less",
 )
 """The faults that --partial would accept or print differently, or that leave copied images."""
@@ -987,12 +988,13 @@ OF_IMAGENET = {
         (
             "a parquet row without label",
             lambda: {
-                "in/train-00000.parquet": parquet_of(
+                f"in/{split}-00000.parquet": parquet_of(
                     [
                         {"image": {"bytes": b"x", "path": f"n0000000{n}_1.JPEG"}, "label": label}
                         for n, label in enumerate((0, None))
                     ]
                 )
+                for split in ("train", "validation")
             },
             r"image 'n00000001_1\.JPEG' has label None; expected a name that ends in",
             "in",
