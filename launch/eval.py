@@ -61,35 +61,56 @@ from vit.weights.published_models import KnownModel
 
 def main() -> World:
     args = read_command_line()
-    settings = settings_of(args)
     out = sys.stderr if args.json else sys.stdout
-    tuned = None
-    device = args.device or "auto"
-    deterministic = False
-    if args.finetune:  # Read the config first, so that mistakes are reported immediately.
-        flags = {**settings, "init.checkpoint": args.checkpoints[0]}
-        overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items()]
-        tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides])
-        device = tuned.train.device
+    device_setting = "--device " if args.device else "train.device="
+    if args.finetune:
+        # Read the config first, so that mistakes are reported immediately.
+        tuned = _finetune_config(args)
         deterministic = tuned.train.deterministic
-
-    setting = "--device " if args.device else "train.device="
-    world = process_group.join_world(device, setting, deterministic=deterministic)
-
-    if tuned is not None:
-        subject = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
-        finetune(
-            subject.loaded,
-            subject.config,
-            problem=subject.problem,
-            tuned=tuned,
-            world=world,
-            build_run=build_run,
-            out=out,
-            as_json=args.json,
+        world = process_group.join_world(
+            tuned.train.device, device_setting, deterministic=deterministic
         )
+        _finetune(args, tuned, world, out)
         return world
 
+    settings = settings_of(args)
+    world = process_group.join_world(args.device or "auto", device_setting)
+    results = _evaluate_all(args, settings, world, out)
+    if world.is_main:
+        as_json = results[0].as_json
+        if len(results) > 1:
+            as_json = compare(args.checkpoints, results, out)
+        if args.json:
+            print(json.dumps(as_json))
+    return world
+
+
+def _finetune_config(args: argparse.Namespace) -> Config:
+    """Read the config of --finetune, with the settings of the command line."""
+    flags = {**settings_of(args), "init.checkpoint": args.checkpoints[0]}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items()]
+    return config_io.load_config(args.finetune, [*overrides, *args.overrides])
+
+
+def _finetune(args: argparse.Namespace, tuned: Config, world: World, out: TextIO) -> None:
+    """Fine-tune the checkpoint, and evaluate it before and after."""
+    subject = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
+    finetune(
+        subject.loaded,
+        subject.config,
+        problem=subject.problem,
+        tuned=tuned,
+        world=world,
+        build_run=build_run,
+        out=out,
+        as_json=args.json,
+    )
+
+
+def _evaluate_all(
+    args: argparse.Namespace, settings: dict[str, Any], world: World, out: TextIO
+) -> list[Result]:
+    """Evaluate each checkpoint, or the newest run, on the images of the first checkpoint."""
     if len(args.checkpoints) > 1:
         world.broadcast_from_main(lambda: _try_to_read(args.checkpoints))
 
@@ -100,29 +121,21 @@ def main() -> World:
         subject = _read(path, args, root, split, world)
         assert subject.config is not None, "without --finetune a missing config is an error"
         config = config_io.with_settings(subject.config, settings)
-        if not results:  # Evaluate all checkpoints on the images of the first checkpoint.
+        if not results:  # the following checkpoints are evaluated on the same images
             root = config.data.root
             split = config.data.val_split
             sets = config.eval.model_dump(mode="json")["sets"]
             settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
             settings["eval.best_by"] = config.eval.best_by
 
-        results.append(
-            evaluate_weights(
-                subject.loaded, config, world=world, out=out, selected=args.select_classes
-            )
+        result = evaluate_weights(
+            subject.loaded, config, world=world, out=out, selected=args.select_classes
         )
-        is_published = subject.published is not None and results[-1].sets
-        if world.is_main and is_published:
-            _print_published(subject, config, results[-1], args.select_classes, out)
+        results.append(result)
+        if world.is_main:
+            _print_published(subject, config, result, args.select_classes, out)
 
-    if world.is_main:
-        as_json = results[0].as_json
-        if len(results) > 1:
-            as_json = compare(args.checkpoints, results, out)
-        if args.json:
-            print(json.dumps(as_json))
-    return world
+    return results
 
 
 def _try_to_read(paths: Sequence[str]) -> None:
@@ -160,26 +173,7 @@ def _read(
 
     def read() -> LoadedWeights:
         nonlocal published, problem
-        loaded = read_weights(
-            path or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
-        )
-
-        if loaded.config is not None:
-            if args.model:
-                raise ValueError(
-                    f"--model {args.model}: {loaded.path} was saved by this project and contains"
-                    " its model's name: omit --model"
-                )
-            return loaded
-
-        try:
-            loaded, published = with_published_config(loaded, args.model, root, split)
-            check_head(loaded)
-        except ValueError as error:
-            if not args.finetune:
-                raise
-            # Weights without a head can be fine-tuned, but cannot be evaluated before fine-tuning.
-            problem = str(error)
+        loaded, published, problem = _read_on_main(path, args, root, split)
         return loaded
 
     loaded = read_once(read, world)
@@ -198,10 +192,41 @@ def _read(
     return _Subject(loaded, config, published, problem)
 
 
+def _read_on_main(
+    path: str, args: argparse.Namespace, root: str | None, split: str
+) -> tuple[LoadedWeights, KnownModel | None, str]:
+    """Return the weights, their published model if any, and why they lack a config, or ""."""
+    loaded = read_weights(
+        path or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
+    )
+    if loaded.config is not None:
+        if args.model:
+            raise ValueError(
+                f"--model {args.model}: {loaded.path} was saved by this project and contains"
+                " its model's name: omit --model"
+            )
+        return loaded, None, ""
+
+    published: KnownModel | None = None
+    try:
+        loaded, published = with_published_config(loaded, args.model, root, split)
+        check_head(loaded)
+    except ValueError as error:
+        if not args.finetune:
+            raise
+        # Weights without a head can be fine-tuned, but cannot be evaluated before fine-tuning.
+        return loaded, published, str(error)
+
+    return loaded, published, ""
+
+
 def _print_published(
     subject: _Subject, config: Config, result: Result, is_selected: bool, out: TextIO
 ) -> None:
-    assert subject.published is not None, "the caller checks"
+    """Print the published accuracy of the model next to the measured one, if it is known."""
+    if subject.published is None or not result.sets:
+        return
+
     num_classes = result.sets[VAL][0].split.num_classes
     head_classes = (0 if is_selected else subject.loaded.num_classes) or num_classes
 

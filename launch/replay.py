@@ -50,7 +50,6 @@ def table(replay: Replay) -> list[str]:
     """Format the first rows as lines of a table."""
     num_rows = len(replay.rows)
     height, width = replay.image_size
-
     lines = [
         f"step {replay.step:,} (epoch {replay.epoch}, {replay.world_size} rank(s)): {num_rows:,}"
         f" images of {replay.source.train_set.split.root}, {width} x {height} pixels"
@@ -62,11 +61,11 @@ def table(replay: Replay) -> list[str]:
     for piece in replay.pieces(TABLE_ROWS):
         shown += piece.rows
     cells = [("row", "key", "class", "loss", "augmentation"), *map(_cells, shown)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-
-    for row in cells:
-        padded = [text.ljust(width) for text, width in zip(row[:4], widths[:4], strict=True)]
-        lines.append("  ".join([*padded, row[4]]).rstrip())
+    # The last column needs no padding.
+    *widths, _ = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for *texts, augmentation in cells:
+        padded = map(str.ljust, texts, widths)
+        lines.append("  ".join([*padded, augmentation]).rstrip())
 
     if num_rows > len(shown):
         lines.append(f"... and {num_rows - len(shown):,} more: use --csv FILE to write all rows")

@@ -97,17 +97,26 @@ def table(rows: Sequence[Row]) -> list[str]:
         if len(values) > 1:
             differ.append(key)
 
-    cells = [["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]]
-    for row in rows:
-        settings = [str(row.settings.get(key, "-")) for key in differ]
-        results = [_number(row.top1, 2), _number(row.best, 2), _number(row.loss, 4)]
-        cells.append(
-            [row.name, *settings, f"{row.step:,}", row.outcome, *results, f"{row.hours:.2f}"]
-        )
-
+    header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]
+    cells = [header, *(_cells(row, differ) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(str.rjust, line, widths)) for line in cells]
     return lines + means(rows, [key for key in differ if key != SEED])
+
+
+def _cells(row: Row, differ: Sequence[str]) -> list[str]:
+    """Return the cells of a run, in the order of the table's header."""
+    settings = [str(row.settings.get(key, "-")) for key in differ]
+    return [
+        row.name,
+        *settings,
+        f"{row.step:,}",
+        row.outcome,
+        _number(row.top1, 2),
+        _number(row.best, 2),
+        _number(row.loss, 4),
+        f"{row.hours:.2f}",
+    ]
 
 
 def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:

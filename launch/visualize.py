@@ -18,7 +18,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import check_versions  # noqa: F401
 import torch
@@ -362,15 +362,11 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the subcommand and its flags. `augment` also accepts settings. Raises ValueError for
     mistakes."""
-    remaining = list(sys.argv[1:] if arguments is None else arguments)
-    if not remaining or remaining[0] not in COMMANDS:
-        listed = [f"  {name:10} {command.description}" for name, command in COMMANDS.items()]
-        text = "\n".join([__doc__ or "", *listed, "", "Each command has --help."])
-        parser = Parser("python launch/visualize.py", text, setting_for)
-        parser.add_argument("command", choices=list(COMMANDS))
-        parser.parse_args(remaining[:1] or ["--help"])
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in COMMANDS:
+        _exit_without_subcommand(words)
 
-    name, *remaining = remaining
+    name, *remaining = words
     command = COMMANDS[name]
     title = f"{command.description.capitalize()}."
     parser = Parser(f"python launch/visualize.py {name}", title, setting_for)
@@ -387,6 +383,19 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
     _check(args)
     return args
+
+
+def _exit_without_subcommand(words: list[str]) -> NoReturn:
+    """List the subcommands and exit if `words` is empty or begins with --help.
+
+    Otherwise, raise ValueError, because the first word is no subcommand.
+    """
+    listed = [f"  {name:10} {command.description}" for name, command in COMMANDS.items()]
+    text = "\n".join([__doc__ or "", *listed, "", "Each command has --help."])
+    parser = Parser("python launch/visualize.py", text, setting_for)
+    parser.add_argument("command", choices=list(COMMANDS))
+    parser.parse_args(words[:1] or ["--help"])
+    raise AssertionError("argparse exits, or the word is not among its choices")
 
 
 def _check(args: Namespace) -> None:

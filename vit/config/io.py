@@ -232,7 +232,33 @@ def _read(path: Path) -> str:
 
 
 def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
-    """Parse one YAML document. Return nested dictionaries and the line number of each key."""
+    """Parse one YAML document. Return nested dictionaries and the line number of each key.
+
+    Raises ConfigError, which names `source`.
+    """
+    try:
+        return _build(_StrictLoader(text), source)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{source}:{mark.line + 1}" if mark else source
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"{place}: not valid YAML: {problem}") from None
+
+
+def _build(loader: _StrictLoader, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
+    """Return the result of `_parse` for the document of `loader`.
+
+    Raises ConfigError if the document is not a mapping or gives keys twice, and YAMLError.
+    """
+    root = loader.get_single_node()
+    if root is None:
+        return {}, {}
+    if not isinstance(root, yaml.MappingNode):
+        content = repr(root.value) if isinstance(root, yaml.ScalarNode) else "a list"
+        raise ConfigError(
+            f"{source}:1: expected sections such as 'data:' with keys below them, found {content}"
+        )
+
     lines: dict[Key, int] = {}
     problems: list[str] = []
 
@@ -253,24 +279,7 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
             result[key] = build(value_node, (*path, key))
         return result
 
-    try:
-        loader = _StrictLoader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return {}, lines
-        if not isinstance(root, yaml.MappingNode):
-            content = repr(root.value) if isinstance(root, yaml.ScalarNode) else "a list"
-            raise ConfigError(
-                f"{source}:1: expected sections such as 'data:' with keys below them, found"
-                f" {content}"
-            )
-        tree = build(root, ())
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{source}:{mark.line + 1}" if mark else source
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{place}: not valid YAML: {problem}") from None
-
+    tree: dict[str, Any] = build(root, ())
     if problems:
         raise ConfigError("\n".join(problems))
     return tree, lines

@@ -91,23 +91,40 @@ class GuardHook(Hook):
 
         state.updates_skipped += 1
         state.updates_skipped_in_a_row += 1
-        not_finite = bool(values.verdict & NON_FINITE)
-        details: dict[str, Any] = {"loss": values.loss, "grad_norm": values.grad_norm}
-
         # In fp16, the loss scale grows until gradients overflow, which is not a fault of the batch.
+        not_finite = bool(values.verdict & NON_FINITE)
         is_overflow = not_finite and self._scales_loss and math.isfinite(values.loss)
         if is_overflow:
-            reason = "fp16 overflow, update skipped"
-            self._run.record.write("fault", step + 1, reason=reason, action="skip", **details)
-            return self._too_many(step, values)
+            self._run.record.write(
+                "fault",
+                step + 1,
+                reason="fp16 overflow, update skipped",
+                action="skip",
+                loss=values.loss,
+                grad_norm=values.grad_norm,
+            )
+            return self._divergence_error(step, values)
 
-        key = "on_nonfinite" if not_finite else "on_spike"
+        return self._report_bad_batch(step, values, loss_limit)
+
+    def _report_bad_batch(
+        self, step: int, values: StepValues, loss_limit: float | None
+    ) -> ValueError | None:
+        """Record and log a bad batch. Return an error if it ends training, else None."""
+        if values.verdict & NON_FINITE:
+            key = "on_nonfinite"
+            reason = "gradient not finite"
+        else:
+            key = "on_spike"
+            reason = "loss above the limit"
         action = getattr(self._settings, key)
-        reason = "gradient not finite" if not_finite else "loss above the limit"
+
+        details: dict[str, Any] = {"loss": values.loss, "grad_norm": values.grad_norm}
         if loss_limit is not None:
             details["loss_limit"] = loss_limit
         details |= {"action": action, "samples": self._largest_losses(step, values)}
         self._run.record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **details)
+
         numbers = _numbers(values, loss_limit)
         self._run.record.log(
             f"step {step + 1}: {reason}, {DONE[action]} ({numbers});"
@@ -115,25 +132,28 @@ class GuardHook(Hook):
         )
 
         if action == "skip":
-            return self._too_many(step, values)
+            return self._divergence_error(step, values)
         return ValueError(
             f"step {step + 1}: {reason} ({numbers}), and guard.{key}=stop: look at the batch"
             f" with {self._replay(step)}; lower optim.lr, lengthen the warm-up, or continue with"
             f" guard.{key}=skip; the last checkpoint was saved before this step"
         )
 
-    def _too_many(self, step: int, values: StepValues) -> ValueError | None:
+    def _divergence_error(self, step: int, values: StepValues) -> ValueError | None:
+        """Return an error if `guard.max_skips` updates in a row were skipped, else None."""
         count = self._run.state.updates_skipped_in_a_row
         if count < self._settings.max_skips:
             return None
 
-        problem = f"{count} updates in a row were skipped, the last because of a spike"
-        remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
-        if values.verdict & NON_FINITE:
+        if not values.verdict & NON_FINITE:
+            problem = f"{count} updates in a row were skipped, the last because of a spike"
+            remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
+        elif self._scales_loss:
+            problem = f"the gradient was not finite {count} times in a row"
+            remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
+        else:
             problem = f"the gradient was not finite {count} times in a row"
             remedy = "Lower optim.lr or lengthen the warm-up"
-            if self._scales_loss:
-                remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
 
         return ValueError(
             f"step {step + 1}: {problem} (loss {values.loss:.4g};"

@@ -117,7 +117,7 @@ class SampleLosses:
 
     def write(self, collected: list[WrittenLosses]) -> None:
         """Write the result of `collect` to disk. Raises OSError, which names the file."""
-        for epoch, first, values in collected:
+        for epoch, first_step, values in collected:
             path = self._path(epoch)
             shape = (self._plan.steps_per_epoch, 2, self._plan.global_batch_size)
             if not path.exists() or _shape_of(path) != shape:
@@ -126,11 +126,12 @@ class SampleLosses:
                     # Allocate the full length, so that later writes need no more disk space.
                     np.save(file, np.full(shape, np.nan, np.float16))
 
-            content = np.ascontiguousarray(values).tobytes()
-            begin = path.stat().st_size - 2 * int(np.prod(shape)) + 4 * shape[2] * first
+            # The file is a header and then `steps_per_epoch` blocks of equal size.
+            step_bytes = self._plan.global_batch_size * BYTES_OF_A_ROW
+            header_bytes = path.stat().st_size - self._plan.steps_per_epoch * step_bytes
             with path.open("r+b") as file:
-                file.seek(begin)
-                file.write(content)
+                file.seek(header_bytes + first_step * step_bytes)
+                file.write(np.ascontiguousarray(values).tobytes())
                 file.flush()
                 os.fsync(file.fileno())
 

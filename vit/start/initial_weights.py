@@ -66,8 +66,12 @@ def _load(
     try:
         notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
     except WeightsError as error:
-        other = _other_model_settings(loaded, config.model)
-        raise WeightsError(f"{loaded.path}: {error}{other}") from None
+        if loaded.config:
+            cause = _differing_settings(loaded.config, config.model)
+        else:
+            cause = _overriding_settings(config.model)
+        reason = f"{error}; {cause}" if cause else str(error)
+        raise WeightsError(f"{loaded.path}: {reason}") from None
 
     if not init.reset_head:
         mismatch = class_mismatch(loaded, class_names, num_classes)
@@ -77,27 +81,26 @@ def _load(
     return [*loaded.report(notes), *normalization_notes(loaded, config.data, config.model.in_chans)]
 
 
-def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
-    """Return the settings that differ between `model` and the weights' own config, or "".
+def _overriding_settings(model: ModelConfig) -> str:
+    """Return which settings change the shapes of a named timm model, or ""."""
+    fields = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
+    keys = [f"model.{key}" for key in fields if not key.endswith(_OF_NO_SHAPE)]
+    if not keys or not model.name.startswith("timm/"):
+        return ""
 
-    If the weights have no config, return the settings that change a named timm model. Settings that
-    do not change shapes, such as image size and drop path, are omitted.
-    """
-    if not loaded.config:
-        fields = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
-        keys = [f"model.{key}" for key in fields if not key.endswith(_OF_NO_SHAPE)]
-        if not keys or not model.name.startswith("timm/"):
-            return ""
-        return (
-            f"; the config's {', '.join(keys)} override the settings of {model.name}: to use that"
-            f" model unchanged, set {' '.join(f'{key}=null' for key in keys)}"
-        )
+    return (
+        f"the config's {', '.join(keys)} override the settings of {model.name}: to use that"
+        f" model unchanged, set {' '.join(f'{key}=null' for key in keys)}"
+    )
 
-    stored = {"model": loaded.config.get("model", {})}
+
+def _differing_settings(weights_config: dict[str, Any], model: ModelConfig) -> str:
+    """Return which settings that change shapes differ from the weights' own config, or ""."""
+    stored = {"model": weights_config.get("model", {})}
     current = {"model": model.model_dump(mode="json")}
-    lines = [
+    changes = [
         f"{key} is {old} in the weights, {new} in this config"
         for key, (old, new) in config_io.differences(stored, current).items()
         if not key.endswith(_OF_NO_SHAPE)
     ]
-    return f"; {', '.join(lines)}" if lines else ""
+    return ", ".join(changes)

@@ -103,23 +103,16 @@ class StepResult:
         rows: Sequence[Tensor] = (),
         norms: Measured | None = None,
     ):
-        # Copy a single vector, so that the rows need no kernel launch or copy of their own.
-        ends = [] if norms is None else [norms.values]
-        values = torch.cat([sums, grad_norm[None], *rows, *ends])
-        self._norms = norms
-        self._num_rows_values = sum(map(len, rows))
-        self._report_size = report_size
+        """Queue the copy to the host. `read` waits for it."""
         self._num_shared = len(sums) + 1
+        self._num_row_values = sum(map(len, rows))
+        self._report_size = report_size
+        self._norms = norms
 
-        self._event: torch.cuda.Event | None = None
-        self._values = values
-        if values.device.type == "cuda":
-            # Queue the copy and its event directly after the step, so that `read` waits only for
-            # this step and not for the next one.
-            pinned = torch.empty(values.shape, pin_memory=True)
-            self._values = pinned.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        # Copy a single vector, so that the rows need no kernel launch or copy of their own.
+        norm_values = [] if norms is None else [norms.values]
+        values = torch.cat([sums, grad_norm[None], *rows, *norm_values])
+        self._values, self._event = _queue_copy(values)
 
     def read(self) -> StepValues:
         """Wait until the device has finished this step, and return its numbers."""
@@ -127,7 +120,7 @@ class StepResult:
             self._event.synchronize()  # the only wait for the device, one step late
         shared = self._values[: self._num_shared]
         sums = shared[: Slot.RANK_REPORTS].tolist()
-        of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
+        of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_row_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
 
         # Each rank reads all reports, possibly thousands, in each step, so use an array.
@@ -144,3 +137,20 @@ class StepResult:
             margins=np.where(weights > 0, row_margins, np.float32(np.nan)),
             norms=None if self._norms is None else self._norms.named(of_norms.tolist()),
         )
+
+
+def _queue_copy(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Queue a copy of `values` to the host, and return the copy and the event of its completion.
+
+    Values on the CPU are returned as they are, without an event.
+    """
+    if values.device.type != "cuda":
+        return values, None
+
+    # Queue the copy and its event directly after the step, so that `read` waits only for this step
+    # and not for the next one.
+    pinned = torch.empty(values.shape, pin_memory=True)
+    copied = pinned.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return copied, event
