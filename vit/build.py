@@ -85,6 +85,7 @@ def _build(
     lock: RunLock,
     signals: StopSignals,
 ) -> Run:
+    """Do parts 2 to 6 of `build`. A signal interrupts them."""
     times = StartTimes(world.joined_s)
     settings = config_io.to_dict(config)
 
@@ -102,6 +103,7 @@ def _build(
     for part in notes:
         facts |= part.facts
     times.end("data")
+
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
@@ -128,8 +130,9 @@ def _build(
     times.end("model")
 
     # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint's values into them.
-    state = RunState(facts={**facts, "grid_size": grid_size(model)})
-    if newest is not None:
+    if newest is None:
+        state = RunState(facts={**facts, "grid_size": grid_size(model)})
+    else:
         state = checkpoints.state_of(newest.info)
         fit_state(state, place.folder, facts, data.plan, world)
         notes.append(rate_notes(newest.info, config, data, state))
@@ -148,9 +151,15 @@ def _build(
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL
 
-    beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
-    saved_as = config_io.to_dict(config)
-    saver = Saver(place, train_step, saved_as, data.class_names, config.checkpoint, record, beside)
+    saver = Saver(
+        place,
+        train_step,
+        config_io.to_dict(config),
+        data.class_names,
+        kept=config.checkpoint,
+        record=record,
+        beside=[hook.saved for hook in parts.hooks if hook.saved is not None],
+    )
     times.end("record")
 
     return Run(

@@ -93,8 +93,9 @@ class MemoryAdvice(Hook):
             return
         with suppress(ValueError), needed_for("advice"):  # without the planner, none is added
             planner = importlib.import_module("vit.extras.planner.fitting")
-            num_classes = run.state.facts["num_classes"]
-            planner.explain(error, run.config, run.plan, num_classes, run.world.device)
+            planner.explain(
+                error, run.config, run.plan, run.state.facts["num_classes"], run.world.device
+            )
 
 
 def _without_wandb(config: Config, message: str) -> Parts | None:

@@ -40,8 +40,9 @@ def compile_blocks(
     torch._dynamo.config.optimize_ddp = False
     # Blocks of timm models with different drop path rates have one graph each. After 8 graphs (the
     # default limit), torch would run all other blocks uncompiled, even in evaluation.
-    limit = max(torch._dynamo.config.recompile_limit, 2 * len(parts) * num_sizes)
-    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, 2 * len(parts) * num_sizes
+    )
 
     for part in parts:
         part.compile(backend=backend, mode=mode, dynamic=False if num_sizes > 1 else None)

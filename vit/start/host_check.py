@@ -48,8 +48,10 @@ def check_host(config: Config, world: World, data: RunData) -> tuple[Notes, Disk
             saved_bytes=disk.checkpoint_bytes,
         )
     # Differences between hosts can make ranks hang or compute different results.
-    lines = compare_hosts(world, {"JPEG decoder": decoder_name()})
-    return replace(checked, lines=(*checked.lines, *lines)), disk
+    checked = replace(
+        checked, lines=(*checked.lines, *compare_hosts(world, {"JPEG decoder": decoder_name()}))
+    )
+    return checked, disk
 
 
 def _is_over(place: Place, total_steps: int) -> bool:

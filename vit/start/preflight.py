@@ -20,7 +20,7 @@ from vit.data.decode import native
 from vit.data.decode.images import decoder_name
 from vit.distributed.process_group import World, local_world_size
 from vit.run_folder.paths import SAMPLES_FOLDER
-from vit.start.needs import WORKER_BYTES, DiskNeeds, Load, host_memory
+from vit.start.needs import WORKER_BYTES, DiskNeeds, HostMemory, Load, host_memory
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 from vit.system.meter import GIB, MIB, size_text
 from vit.training.plan import Plan
@@ -79,25 +79,10 @@ def preflight(
         saved_bytes=saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0,
     )
 
-    ring, eval_ring = memory.ring, memory.eval_ring
-    worker_bytes = max(train_bytes, *(each.worker_bytes for each in eval_loads))
-    needed_bytes = ranks * memory.of_each_gpu + memory.saved_copy
-
     free_bytes = free_memory_bytes(root)
-    more = ", and so does eval.sets" if len(evals) > 1 else ""
-    saving = ""
-    if memory.saved_copy:
-        saving = f"; {memory.saved_copy / MIB:.1f} MiB to copy the state for a save"
-    if free_bytes is not None and needed_bytes > free_bytes:
-        raise ValueError(
-            f"the batches of the ranks on this host ({ranks}, with {workers} loader workers each)"
-            f" need {needed_bytes / GIB:.2f} GiB of memory ({ring.num_slots} of"
-            f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
-            f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {worker_bytes / MIB:.0f} MiB per"
-            f" worker; evaluation starts the same number of workers again{more}{saving}), but only"
-            f" {free_bytes / GIB:.2f} GiB are free: lower loader.num_workers or eval.batch_size, or"
-            " give the job more memory"
-        )
+    if free_bytes is not None and ranks * memory.of_each_gpu + memory.saved_copy > free_bytes:
+        worker_bytes = max(train_bytes, *(each.worker_bytes for each in eval_loads))
+        raise ValueError(_lacking_memory(memory, workers, worker_bytes, len(evals), free_bytes))
 
     shm = Path("/dev/shm")
     evaluated = [each.split for each in evals]
@@ -109,7 +94,7 @@ def preflight(
     numbers = {
         "train_shards": len(train.split.filenames),
         "val_shards": sum(len(split.filenames) for split in evaluated),
-        "batch_slots": ring.num_slots,
+        "batch_slots": memory.ring.num_slots,
         "batch_gib": round(memory.batches / GIB, 4),
         "save_copy_gib": round(memory.saved_copy / GIB, 4),
         "decoder": decoder_name(),
@@ -124,9 +109,10 @@ def preflight(
     free = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     host_line = (
         f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
-        f" each{free}; batches take {memory.batches / MIB:.1f} MiB a rank ({ring.num_slots} of"
-        f" {train.layout.num_rows} images, {eval_ring.num_slots} of {evals[0].layout.num_rows} to"
-        " evaluate), nothing in /dev/shm"
+        f" each{free}; batches take {memory.batches / MIB:.1f} MiB a rank"
+        f" ({memory.ring.num_slots} of {train.layout.num_rows} images,"
+        f" {memory.eval_ring.num_slots} of {evals[0].layout.num_rows} to evaluate), nothing in"
+        " /dev/shm"
     )
 
     return Notes(
@@ -136,6 +122,26 @@ def preflight(
             host_line,
             *(f"note: {note}" for note in notes),
         ),
+    )
+
+
+def _lacking_memory(
+    memory: HostMemory, num_workers: int, worker_bytes: int, num_evals: int, free_bytes: int
+) -> str:
+    """Return the message for a host whose free memory is too small for the run."""
+    ranks = local_world_size()
+    needed_bytes = ranks * memory.of_each_gpu + memory.saved_copy
+    more = ", and so does eval.sets" if num_evals > 1 else ""
+    saved_mib = memory.saved_copy / MIB
+    saving = f"; {saved_mib:.1f} MiB to copy the state for a save" if saved_mib else ""
+    return (
+        f"the batches of the ranks on this host ({ranks}, with {num_workers} loader workers each)"
+        f" need {needed_bytes / GIB:.2f} GiB of memory ({memory.ring.num_slots} of"
+        f" {memory.ring.slot_bytes / MIB:.1f} MiB per rank, {memory.eval_ring.num_slots} of"
+        f" {memory.eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {worker_bytes / MIB:.0f} MiB"
+        f" per worker; evaluation starts the same number of workers again{more}{saving}), but only"
+        f" {free_bytes / GIB:.2f} GiB are free: lower loader.num_workers or eval.batch_size, or"
+        " give the job more memory"
     )
 
 
@@ -236,8 +242,9 @@ def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "r
         "needed_disk_gib": round(more_bytes / GIB, 4),
         "free_disk_gib": round(free_bytes / GIB, 2),
     }
-    line = f"disk: {parts} at most in {folder}, {size_text(free_bytes)} free"
-    return Notes(record=numbers, lines=(line,))
+    return Notes(
+        record=numbers, lines=(f"disk: {parts} at most in {folder}, {size_text(free_bytes)} free",)
+    )
 
 
 # --- the cache of remote shards -------------------------------------------------------------------

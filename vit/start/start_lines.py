@@ -33,31 +33,50 @@ def start_lines(
     state: RunState,
 ) -> Iterator[str]:
     """Yield lines about the model, its batches, likely mistakes, and the state of the run."""
+    yield _model_line(config, plan, train_step)
+    if batches.image_format.stages:
+        yield f"training images: {batches.image_format.sizes_text()}"
+    yield _order_line(config, plan, batches, shuffle)
+
+    yield from _device_notes(config, train_step)
+    yield from _recipe_notes(config, plan, batches, train_step)
+    yield from filling_notes(batches, state.step, plan)
+    yield from _state_lines(config, plan, state)
+
+
+def _model_line(config: Config, plan: Plan, train_step: TrainStep) -> str:
+    """Return a line about the model's size and cost, the device and the steps."""
     world = train_step.world
     model = train_step.model
     num_passes = plan.accumulation_steps
     micro_steps = f" in {num_passes} micro-steps" if num_passes > 1 else ""
     kernel = attention_kernel(model, config.train, world.device)
     attention = f", {kernel} attention" if kernel else ""
-    yield (
+    return (
         f"{config.model.name}: {count_parameters(model):,} parameters,"
         f" {flops_per_image(model) / 1e9:.2f} GFLOP per image; {world.size} rank(s) on"
         f" {world.device.type}, {config.train.precision}{attention}; {plan.total_steps} steps of"
         f" {plan.global_batch_size} images{micro_steps}"
     )
 
-    num_copies = config.order.aug_repeats
-    copies = ""
-    if num_copies > 1:
-        copies = (
-            f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images per"
-            f" epoch, {num_copies} copies of each; "
-        )
 
-    if batches.image_format.stages:
-        yield f"training images: {batches.image_format.sizes_text()}"
-    yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
+def _order_line(
+    config: Config, plan: Plan, batches: AugmentedBatches, shuffle: ShuffleQuality | None
+) -> str:
+    """Return a line about the order of the images, and about their copies."""
+    if shuffle is None:
+        return f"streamed, {NOT_EXACT}"
+    if config.order.aug_repeats == 1:
+        return f"shuffle: {shuffle}"
+    return (
+        f"shuffle: {plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images per"
+        f" epoch, {config.order.aug_repeats} copies of each; {shuffle}"
+    )
 
+
+def _device_notes(config: Config, train_step: TrainStep) -> Iterator[str]:
+    """Yield notes about settings that this host does not support."""
+    world = train_step.world
     if emulated := precision_note(config.train.precision, world.device):
         yield f"note: {emulated}"
     if world.device.type == "cpu" and torch.backends.mps.is_available():
@@ -71,6 +90,11 @@ def start_lines(
     if config.train.reduce_dtype != "fp32" and world.size == 1:
         yield f"note: train.reduce_dtype={config.train.reduce_dtype} has no effect on one rank"
 
+
+def _recipe_notes(
+    config: Config, plan: Plan, batches: AugmentedBatches, train_step: TrainStep
+) -> Iterator[str]:
+    """Yield notes about settings that do not suit the batch, the data or the run's length."""
     rate = config.model.drop_path_rate or 0.0
     in_subset = config.model.drop_path_form == "subset"
     if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:
@@ -96,7 +120,9 @@ def start_lines(
             " ema.warmup=true, ema.decay=null or a smaller decay"
         )
 
-    yield from filling_notes(batches, state.step, plan)
+
+def _state_lines(config: Config, plan: Plan, state: RunState) -> Iterator[str]:
+    """Yield lines about a run that has resumed or is finished."""
     if state.restarts:
         yield (
             f"resumed at step {state.step} of {plan.total_steps} from {config.run.dir}/checkpoints"

@@ -22,7 +22,7 @@ from vit.loggers.record import Record, provenance
 from vit.run_folder.lock import RunLock, mount_note
 from vit.run_folder.paths import CONFIG_FILE
 from vit.start.attention import attention_kernel
-from vit.start.shuffle_quality import measure_shuffle
+from vit.start.shuffle_quality import ShuffleQuality, measure_shuffle
 from vit.start.start_lines import start_lines
 from vit.step import TrainStep
 from vit.system.files import replacing
@@ -50,8 +50,9 @@ def start_record(
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=data.plan.total_steps)
 
-    values = config_io.to_dict(config)
     made_by = provenance()
+    header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
+    settings = header + config_io.dump_yaml(config_io.to_dict(config))
     try:
         record = Record(
             folder,
@@ -61,25 +62,55 @@ def start_record(
             first_step=state.step,
             lock=lock,
         )
-        header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
         with replacing(folder / CONFIG_FILE) as file:
-            file.write((header + config_io.dump_yaml(values)).encode())
+            file.write(settings.encode())
     except OSError as error:
         raise ValueError(
             f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or"
             " free some space"
         ) from None
 
+    batches = data.batches
+    shuffle = (
+        measure_shuffle(batches.order, batches.split.index["label"]) if batches.exact else None
+    )
+    _write_start(record, config, world, data, notes, state, train_step, shuffle, made_by)
+
     lines = [f"chosen: {line}" for line in data.train_set.summary]
     lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
-    details: dict[str, object] = {}
     for part in notes:
         lines += part.lines
-        details |= part.record
+    mounted = mount_note(folder)
+    if mounted:
+        lines.append(f"note: {mounted}")
+    lines += filter(None, (_note_of_trained(sets[0], data.train_set) for sets in data.sets))
+    lines += start_lines(
+        config, data.plan, train_step=train_step, batches=data.batches, shuffle=shuffle, state=state
+    )
+    for line in lines:
+        record.log(line)
 
-    shuffle = None
+    if not state.is_finished(data.plan):  # a finished run has nothing more to log
+        record.start_loggers(create_loggers)
+    return record
+
+
+def _write_start(
+    record: Record,
+    config: Config,
+    world: World,
+    data: RunData,
+    notes: Sequence[Notes],
+    state: RunState,
+    train_step: TrainStep,
+    shuffle: ShuffleQuality | None,
+    made_by: dict[str, str],
+) -> None:
+    """Write the `start` line of metrics.jsonl."""
+    details: dict[str, object] = {}
+    for part in notes:
+        details |= part.record
     if data.batches.exact:
-        shuffle = measure_shuffle(data.batches.order, data.batches.split.index["label"])
         # `vit.extras.report.replay` compares the hash to make sure that it shows the same batches.
         details["content_sha256"] = content_sha256(data.batches.split)
         details["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
@@ -104,20 +135,6 @@ def start_record(
         **details,
         **({} if peak is None else asdict(peak)),
     )
-
-    mounted = mount_note(folder)
-    if mounted:
-        lines.append(f"note: {mounted}")
-    lines += filter(None, (_note_of_trained(sets[0], data.train_set) for sets in data.sets))
-    lines += start_lines(
-        config, data.plan, train_step=train_step, batches=data.batches, shuffle=shuffle, state=state
-    )
-    for line in lines:
-        record.log(line)
-
-    if not state.is_finished(data.plan):  # a finished run has nothing more to log
-        record.start_loggers(create_loggers)
-    return record
 
 
 def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
