@@ -25,7 +25,7 @@ from vit.run_folder.reading import newest_info
 from vit.system.redact import shown
 from vit.system.urls import is_url
 from vit.train import train
-from vit.training.metrics import paired_difference
+from vit.training.metrics import PairedDifference, paired_difference
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
 from vit.weights.on_ranks import read_once
 
@@ -98,19 +98,29 @@ def finetune(
     }
 
     if base is not None and before:
-        size = tuned.model.size_text()
-        against = {
-            "before": f"base at {base.model.size_text()}",
-            "before_resized": f"base at {size}, not trained at this size",
-        }
-        print(f"fine-tuned at {size}, compared on the same {split.num_samples} images:", file=out)
-        for name, difference in differences.items():
-            print(f"  compared with the {against[name]}: {difference}", file=out)
-
+        _print_differences(differences, base, tuned, split.num_samples, out)
     if as_json:
         summary = after.as_json | {name: result.as_json for name, result in before.items()}
         summary["difference"] = {name: asdict(value) for name, value in differences.items()}
         print(json.dumps(summary))
+
+
+def _print_differences(
+    differences: dict[str, PairedDifference],
+    base: Config,
+    tuned: Config,
+    num_images: int,
+    out: TextIO,
+) -> None:
+    """Print the difference of the fine-tuned weights from each result before fine-tuning."""
+    size = tuned.model.size_text()
+    against = {
+        "before": f"base at {base.model.size_text()}",
+        "before_resized": f"base at {size}, not trained at this size",
+    }
+    print(f"fine-tuned at {size}, compared on the same {num_images} images:", file=out)
+    for name, difference in differences.items():
+        print(f"  compared with the {against[name]}: {difference}", file=out)
 
 
 def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
@@ -152,6 +162,7 @@ def _evaluate_before(
     if tuned.model.size_text() != base.model.size_text():
         settings["model.image_size"] = tuned.model.image_size
         settings |= {f"eval.{key}": getattr(tuned.eval, key) for key in VIEW_KEYS}
-        config = with_settings(base, settings)
-        before["before_resized"] = evaluate_weights(loaded, config, world, out, selected)
+        before["before_resized"] = evaluate_weights(
+            loaded, with_settings(base, settings), world, out, selected
+        )
     return before

@@ -427,8 +427,9 @@ def create_monitor(run: Run, loader: Loader) -> Monitor:
             (until * run.plan.steps_per_epoch, flops(size))
             for until, size in run.batches.image_format.stages
         ]
-        peak = find_peak(run.world.device, step.precision)
-        utilization = Utilization(flops(), peak, tuple(stage_flops))
+        utilization = Utilization(
+            flops(), find_peak(run.world.device, step.precision), tuple(stage_flops)
+        )
     return Monitor(run, loader, utilization)
 
 

@@ -89,8 +89,9 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
         prefix = "" if set_name == VAL else f"{set_name}/"
         for name, result in by_model.items():
             suffix = "" if name == "model" else f"_{name}"
-            numbers = result.accuracy.to_dict().items()
-            values |= {prefix + key + suffix: number for key, number in numbers}
+            values |= {
+                prefix + key + suffix: number for key, number in result.accuracy.to_dict().items()
+            }
 
     lines = []
     for hook in run.hooks:
@@ -109,7 +110,14 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
         seconds=seconds,
         data_wait_s=sum(took.data_wait_s for took in times),
     )
+    _log_results(run, results, lines)
 
+
+def _log_results(
+    run: Run, results: dict[str, dict[str, Evaluation]], lines_of_hooks: list[str]
+) -> None:
+    """Log a line for each set, and a note if the finished model has learned nothing."""
+    step = run.state.step
     for evaluator in run.evaluators:
         for scored in evaluator.sets:
             parts = [
@@ -119,7 +127,7 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
             set_text = "" if scored.name == VAL else f"{scored.name}: "
             run.record.log(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
             if scored.name == VAL:
-                for line in lines:
+                for line in lines_of_hooks:
                     run.record.log(line)
 
     if step == run.plan.total_steps:

@@ -166,11 +166,18 @@ class AccuracyCounter:
             loss = logits.logsumexp(1) - among.logsumexp(1)
 
         finite = loss.isfinite()
-        fixed = _fixed_point(loss, finite)
-        self.sums += torch.stack(
-            [(row.long() * valid).sum() for row in (valid, top1, top5, fixed, ~finite)]
-        )
+        counts = (valid, top1, top5, _fixed_point(loss, finite), ~finite)
+        self.sums += torch.stack([(row.long() * valid).sum() for row in counts])
+        self._add_to_bins(logits, top1, valid)
 
+    def _add_to_bins(self, logits: Tensor, top1: Tensor, valid: Tensor) -> None:
+        """Count each row in the bin of its confidence, the probability of its prediction.
+
+        Args:
+            logits: (B, classes) float32.
+            top1: (B,) bool, whether the prediction is right.
+            valid: (B,) bool, whether the row counts.
+        """
         confidence = (logits.amax(1) - logits.logsumexp(1)).exp()
         has_confidence = confidence.isfinite()
         # The bins are (0, 1/15], (1/15, 2/15], ...

@@ -94,5 +94,10 @@ def create_probes(
     every_steps = config.log.norms_every_steps
     if every_steps is None:
         return None
-    norms = Norms(model, every_steps, total_steps)
-    return Probes(norms, model, augment, micro_batch_size, config.train.precision)
+    return Probes(
+        Norms(model, every_steps, total_steps),
+        model,
+        augment,
+        micro_batch_size,
+        config.train.precision,
+    )

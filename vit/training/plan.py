@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from vit.config.schema import AugmentConfig, Config, DataConfig, GuardConfig
+from vit.config.schema import AugmentConfig, Config, DataConfig, GuardConfig, ScheduleConfig
 from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.distributed.world import leaves_of
@@ -83,36 +83,42 @@ def divide_batch(
     if is_exact:
         return _divide_into_leaves(data, augment, world_size)
 
-    batch = data.global_batch_size
-    group = augment.mix_group_size
-    unit = group if mixes(augment) else 1
+    unit = augment.mix_group_size if mixes(augment) else 1
+    if data.global_batch_size % (world_size * unit):
+        raise ValueError(_indivisible(data.global_batch_size, augment, world_size, unit))
 
-    if batch % (world_size * unit):
-        step = world_size * unit
-        near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
-        needs = f"{world_size} ranks" + (
-            f" times augment.mix_group_size={group}" if unit > 1 else ""
-        )
-        ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
-        other = f", or a number of ranks from {ranks}" if ranks else ""
-        groups = _group_sizes(augment, batch // world_size) if batch % world_size == 0 else []
-        if groups and not ranks:
-            other = f", or augment.mix_group_size from {groups}"
+    rank_batch = data.global_batch_size // world_size
+    limit = data.micro_batch_size or rank_batch
+    sizes = micro_batch_sizes(augment, rank_batch)
+    fitting = [size for size in sizes if size <= limit]
+    if not fitting:
         raise ValueError(
-            f"data.global_batch_size={batch} is not a multiple of {needs}: use"
-            f" {' or '.join(map(str, near))}{other}"
+            f"data.micro_batch_size={limit} is below"
+            f" augment.mix_group_size={augment.mix_group_size}: use one of {sizes}"
         )
+    return fitting[-1], rank_batch // fitting[-1]
 
-    share = batch // world_size
-    ceiling = data.micro_batch_size or share
-    sizes = micro_batch_sizes(augment, share)
-    micro = max((size for size in sizes if size <= ceiling), default=0)
-    if not micro:
-        raise ValueError(
-            f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: use one"
-            f" of {sizes}"
-        )
-    return micro, share // micro
+
+def _indivisible(batch: int, augment: AugmentConfig, world_size: int, unit: int) -> str:
+    """Return the message for a batch that is not a multiple of the ranks times `unit` rows."""
+    step = world_size * unit
+    near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
+    needs = f"{world_size} ranks"
+    if unit > 1:
+        needs += f" times augment.mix_group_size={augment.mix_group_size}"
+
+    ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
+    groups = _group_sizes(augment, batch // world_size) if batch % world_size == 0 else []
+    if ranks:
+        other = f", or a number of ranks from {ranks}"
+    elif groups:
+        other = f", or augment.mix_group_size from {groups}"
+    else:
+        other = ""
+    return (
+        f"data.global_batch_size={batch} is not a multiple of {needs}: use"
+        f" {' or '.join(map(str, near))}{other}"
+    )
 
 
 def _group_sizes(augment: AugmentConfig, rank_batch_size: int) -> list[int]:
@@ -153,9 +159,10 @@ def _divide_into_leaves(
 
     micro = max((size for size in sizes if size <= limit), default=0)
     if micro not in fitting:
-        problem = "is smaller than a group of images that are mixed"
         if micro:
             problem = f"makes {batch // micro} micro-batches"
+        else:
+            problem = "is smaller than a group of images that are mixed"
         raise ValueError(
             f"data.micro_batch_size={limit} {problem}, for {world_size} ranks with"
             f" train.exact_over_ranks: choose one of {fitting}"
@@ -243,6 +250,7 @@ def make_plan(
     order = create_order(config, num_samples, shares)
 
     def steps(count: int | None, epochs: float | None, default: int) -> int:
+        """Return a length in steps, which the config gives as `count` or as `epochs`."""
         if count is not None:
             return count
         return default if epochs is None else round(epochs * order.steps_per_epoch)
@@ -260,12 +268,21 @@ def make_plan(
         total_steps=total,
         warmup_steps=steps(schedule.warmup_steps, schedule.warmup_epochs, 0),
         eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
+        # At most 50 steps between lines, and about 20 lines or more in a short run.
         log_every_steps=config.log.every_steps or max(min(50, total // 20), 1),
         decay_steps=max(round(schedule.decay_fraction * total), 1) if schedule.name == "wsd" else 0,
         cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
     )
 
     _check_guard(config.guard, total)
+    _check_schedule(schedule, plan)
+    return plan, order
+
+
+def _check_schedule(schedule: ScheduleConfig, plan: Plan) -> None:
+    """Raise ValueError if the stages of image sizes or the parts of the schedule do not fit into
+    the run."""
+    total = plan.total_steps
     late = [
         stage.until_epoch
         for stage in schedule.image_sizes
@@ -290,8 +307,6 @@ def make_plan(
             f"the parts of the schedule ({listed} steps) exceed the {total:,} steps of the run:"
             " shorten them, or lengthen the run"
         )
-
-    return plan, order
 
 
 def rates(

@@ -347,18 +347,20 @@ def _with_classes(
         naming: [name for name in class_names if name not in names]
         for naming, names in namings.items()
     }
-    whose = min(namings, key=lambda naming: len(lacking[naming]), default="")
-    if namings and not lacking[whose]:
-        same = list(namings[whose]) == list(class_names)
-        return loaded if same else select_classes(loaded, class_names)
+    # The naming that lacks the fewest classes. The weights' own names have the key "", and all
+    # other namings are guesses.
+    closest = min(namings, key=lambda naming: len(lacking[naming]), default="")
+    if namings and not lacking[closest]:
+        is_same_order = list(namings[closest]) == list(class_names)
+        return loaded if is_same_order else select_classes(loaded, class_names)
 
-    is_guess_of_same_size = bool(whose) and own_classes == num_classes
+    is_guess_of_same_size = bool(closest) and own_classes == num_classes
     if namings and not is_guess_of_same_size:
-        own_names = few(namings[whose])
+        own_names = few(namings[closest])
         raise ValueError(
-            f"distill.teacher: {loaded.path} lacks {len(lacking[whose])} of the data's"
-            f" {num_classes} classes ({few(lacking[whose])}); its own classes are {own_names}: use"
-            " a teacher trained on the data's classes"
+            f"distill.teacher: {loaded.path} lacks {len(lacking[closest])} of the data's"
+            f" {num_classes} classes ({few(lacking[closest])}); its own classes are {own_names}:"
+            " use a teacher trained on the data's classes"
         )
     if own_classes != num_classes:
         raise ValueError(
