@@ -236,8 +236,7 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
     Otherwise the ranks would train different models or wait for each other forever.
     """
     own = int(settings_sha256(settings), 16)
-    ends = torch.tensor([own, -own], device=world.device)
-    largest, smallest = world.max_(ends).tolist()
+    largest, smallest = world.max_(torch.tensor([own, -own], device=world.device)).tolist()
     if largest == -smallest:
         return
 
@@ -329,11 +328,11 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
 
     lines = []
     if old.get("teacher_sha256") != new.get("teacher_sha256"):
-        teachers = [
-            f"weights {facts['teacher_sha256'][:12]}" if "teacher_sha256" in facts else "none"
-            for facts in (old, new)
-        ]
-        lines.append(f"  teacher: {teachers[0]} there, {teachers[1]} here")
+        there, here = (
+            f"weights {side['teacher_sha256'][:12]}" if "teacher_sha256" in side else "none"
+            for side in (old, new)
+        )
+        lines.append(f"  teacher: {there} there, {here} here")
 
     ignored = {key for key in _NOT_DATA if not _changes_bits(key, old, new)} | {"teacher_sha256"}
     lines += [

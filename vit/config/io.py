@@ -128,13 +128,8 @@ def load_with_origins(
     except ConfigError as error:
         problems.append(str(error))
 
-    for setting in RESOLVED if used_here else ():
-        unset: dict[str, None] = {}
-        for address in _addresses(_get(tree, setting)):
-            unset |= dict.fromkeys(unset_variables(address))
-        if unset:
-            origin = origins.get(setting, path)
-            problems.append(f"{origin}: {'.'.join(setting)}: {not_set(unset)}")
+    if used_here:
+        problems += _unset_variables(tree, origins, path)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -151,6 +146,16 @@ def load_with_origins(
             if not isinstance(_get(tree, key), dict)
         },
     )
+
+
+def _unset_variables(tree: dict[str, Any], origins: Mapping[Key, str], path: Path) -> Iterator[str]:
+    """Yield a message for each setting that refers to environment variables that are not set."""
+    for setting in RESOLVED:
+        unset: dict[str, None] = {}
+        for address in _addresses(_get(tree, setting)):
+            unset |= dict.fromkeys(unset_variables(address))
+        if unset:
+            yield f"{origins.get(setting, path)}: {'.'.join(setting)}: {not_set(unset)}"
 
 
 def _resolve(
@@ -212,6 +217,7 @@ def _find_config(path: Path) -> Path:
 
 
 def _read(path: Path) -> str:
+    """Return the text of a config file. Raises ConfigError, which suggests names that exist."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -309,8 +315,7 @@ def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) 
         key = tuple(dotted.split("."))
         # YAML parses a command with an HTTP header as a mapping.
         is_command = isinstance(value, dict) and key in RESOLVED and not text.startswith("{")
-        value = text if is_command else value
-        _set(tree, key, value)
+        _set(tree, key, text if is_command else value)
         origins[key] = origin
 
         other = None if value is None else _ALTERNATIVE.get(key)

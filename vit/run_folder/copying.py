@@ -245,18 +245,7 @@ def bring_checkpoint(
 
         # The next save removes leftover folders with this name.
         hidden = f"{CHECKPOINTS}/.tmp_{folder}"
-        for attempt in range(NUM_DOWNLOADS):
-            shutil.rmtree(copy.folder / hidden, ignore_errors=True)
-            bring(store, files, copy, f"{store}/{CHECKPOINTS}/{folder}", hidden)
-            problem = _damage(copy.folder / hidden)
-            if not problem:
-                break
-            if attempt == 0:
-                print(
-                    f"{store}: {folder}: {problem}: downloading the checkpoint again",
-                    file=sys.stderr,
-                )
-
+        problem = _download_checkpoint(store, files, copy, folder, hidden)
         if problem:
             shutil.rmtree(copy.folder / hidden, ignore_errors=True)
             on_damage(folder, problem)
@@ -271,6 +260,27 @@ def bring_checkpoint(
             copy.note(name, version.tag)
         return folder
     return None
+
+
+def _download_checkpoint(
+    store: ObjectStore, files: dict[str, Version], copy: Copy, folder: str, hidden: str
+) -> str:
+    """Download the checkpoint `folder` into `hidden`, and once more if it arrived damaged.
+
+    Returns the problem with the files of the last download, or "" if they are intact.
+    """
+    problem = ""
+    for attempt in range(NUM_DOWNLOADS):
+        shutil.rmtree(copy.folder / hidden, ignore_errors=True)
+        bring(store, files, copy, f"{store}/{CHECKPOINTS}/{folder}", hidden)
+        problem = _damage(copy.folder / hidden)
+        if not problem:
+            return ""
+        if attempt == 0:
+            print(
+                f"{store}: {folder}: {problem}: downloading the checkpoint again", file=sys.stderr
+            )
+    return problem
 
 
 def _damage(folder: Path) -> str:

@@ -16,5 +16,6 @@ def needed_for(purpose: str) -> Iterator[None]:
         missing = error.name or ""
         if not missing.startswith("vit."):
             raise
-        folder = missing.replace(".", "/")
-        raise ValueError(f"{purpose} needs {folder}, which is not installed") from None
+        raise ValueError(
+            f"{purpose} needs {missing.replace('.', '/')}, which is not installed"
+        ) from None

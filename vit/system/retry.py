@@ -108,27 +108,10 @@ class RetryPolicy:
                 outage.awaited_until_s = max(outage.awaited_until_s, now_s + pause_s)
                 if now_s + pause_s > outage.warn_at_s:
                     outage.warn_at_s = now_s + WARN_AGAIN_S
-                    outage.is_reported = True
-                    log.warning(
-                        "%s: has not answered since %s (%s); trying %s",
-                        address,
-                        time.strftime("%H:%M:%S", time.localtime(outage.began[0])),
-                        error,
-                        f"for another {left_s:.0f} s"
-                        if error.final is None
-                        else f"{error.num_refusals - refusals} more times",
-                    )
+                    outage.warn(address, error, left_s, error.num_refusals - refusals)
 
                 _retries += 1  # This need not be atomic, because the number is only reported.
-                outage_failed_s = outage.failed_s
-                warn_at_s = outage.warn_at_s
-                _wait(pause_s, while_waiting)
-                # The process may have been suspended for hours, which must not count toward the
-                # limit.
-                suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
-                failed_s += suspended_s
-                outage.failed_s = max(outage.failed_s, outage_failed_s + suspended_s)
-                outage.warn_at_s = max(outage.warn_at_s, warn_at_s + suspended_s)
+                failed_s += outage.wait(now_s, pause_s, while_waiting)
             else:
                 ended = _outages.pop(place, None)
                 if ended is not None and ended.is_reported:
@@ -140,8 +123,10 @@ class RetryPolicy:
 
     def _pause_s(self, number: int, error: RetryableError) -> float:
         pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s)
-        least_s = error.retry_after_s or 0.0
-        return max(pause_s * _JITTER.uniform(0.5, 1.5), least_s * _JITTER.uniform(1.0, 1.25))
+        return max(
+            pause_s * _JITTER.uniform(0.5, 1.5),
+            (error.retry_after_s or 0.0) * _JITTER.uniform(1.0, 1.25),
+        )
 
 
 _JITTER = random.Random()
@@ -169,6 +154,31 @@ class _Outage:
     awaited_until_s: float
     warn_at_s: float
     is_reported: bool = False
+
+    def warn(self, address: str, error: RetryableError, left_s: float, refusals_left: int) -> None:
+        """Log the outage, its reason and the limit of the retries."""
+        self.is_reported = True
+        log.warning(
+            "%s: has not answered since %s (%s); trying %s",
+            address,
+            time.strftime("%H:%M:%S", time.localtime(self.began[0])),
+            error,
+            f"for another {left_s:.0f} s" if error.final is None else f"{refusals_left} more times",
+        )
+
+    def wait(self, now_s: float, pause_s: float, while_waiting: Callable[[], None] | None) -> float:
+        """Wait for `pause_s`, and return how long the process was suspended meanwhile.
+
+        The process may have been suspended for hours, which must not count toward the limit, so
+        the times of the outage are moved. Another thread may have moved them already.
+        """
+        failed_s = self.failed_s
+        warn_at_s = self.warn_at_s
+        _wait(pause_s, while_waiting)
+        suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
+        self.failed_s = max(self.failed_s, failed_s + suspended_s)
+        self.warn_at_s = max(self.warn_at_s, warn_at_s + suspended_s)
+        return suspended_s
 
 
 _outages: dict[str, _Outage] = {}
