@@ -55,8 +55,7 @@ def main() -> World:
         if process_group.is_main_process():
             print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)
 
-    deterministic = config.train.deterministic
-    world = process_group.join_world(config.train.device, deterministic=deterministic)
+    world = process_group.join_world(config.train.device, deterministic=config.train.deterministic)
     with world.fail_together():
         if world.is_main and args.out is not None:
             check_writable("--out", args.out)

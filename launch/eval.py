@@ -64,36 +64,29 @@ def main() -> World:
     out = sys.stderr if args.json else sys.stdout
     device_setting = "--device " if args.device else "train.device="
     if args.finetune:
-        # Read the config first, so that mistakes are reported immediately.
-        tuned = _finetune_config(args)
-        deterministic = tuned.train.deterministic
-        world = process_group.join_world(
-            tuned.train.device, device_setting, deterministic=deterministic
-        )
-        _finetune(args, tuned, world, out)
-        return world
+        return _finetune(args, device_setting, out)
 
     settings = settings_of(args)
     world = process_group.join_world(args.device or "auto", device_setting)
     results = _evaluate_all(args, settings, world, out)
     if world.is_main:
-        as_json = results[0].as_json
-        if len(results) > 1:
-            as_json = compare(args.checkpoints, results, out)
+        is_single = len(results) == 1
+        as_json = results[0].as_json if is_single else compare(args.checkpoints, results, out)
         if args.json:
             print(json.dumps(as_json))
     return world
 
 
-def _finetune_config(args: argparse.Namespace) -> Config:
-    """Read the config of --finetune, with the settings of the command line."""
+def _finetune(args: argparse.Namespace, device_setting: str, out: TextIO) -> World:
+    """Fine-tune the checkpoint with the config of --finetune, and evaluate it before and after."""
+    # Read the config first, so that mistakes are reported immediately.
     flags = {**settings_of(args), "init.checkpoint": args.checkpoints[0]}
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items()]
-    return config_io.load_config(args.finetune, [*overrides, *args.overrides])
+    tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides])
 
-
-def _finetune(args: argparse.Namespace, tuned: Config, world: World, out: TextIO) -> None:
-    """Fine-tune the checkpoint, and evaluate it before and after."""
+    world = process_group.join_world(
+        tuned.train.device, device_setting, deterministic=tuned.train.deterministic
+    )
     subject = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
     finetune(
         subject.loaded,
@@ -105,6 +98,7 @@ def _finetune(args: argparse.Namespace, tuned: Config, world: World, out: TextIO
         out=out,
         as_json=args.json,
     )
+    return world
 
 
 def _evaluate_all(
@@ -124,9 +118,12 @@ def _evaluate_all(
         if not results:  # the following checkpoints are evaluated on the same images
             root = config.data.root
             split = config.data.val_split
-            sets = config.eval.model_dump(mode="json")["sets"]
-            settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
-            settings["eval.best_by"] = config.eval.best_by
+            settings |= {
+                "data.root": root,
+                "data.val_split": split,
+                "eval.sets": config.eval.model_dump(mode="json")["sets"],
+                "eval.best_by": config.eval.best_by,
+            }
 
         result = evaluate_weights(
             subject.loaded, config, world=world, out=out, selected=args.select_classes

@@ -117,7 +117,7 @@ def main() -> int:
     args = read_command_line(arguments)
     run_dir = load_config(args.config, args.overrides).run.dir
     assert run_dir is not None, "load_config sets the run folder"
-    before = newest_checkpoint(run_dir)
+    checkpoint_at_start = newest_checkpoint(run_dir)
 
     with tempfile.TemporaryDirectory(prefix="vit-job-") as folder:
         outcome_file = Path(folder) / "outcome"
@@ -135,8 +135,8 @@ def main() -> int:
     if args.check:
         status, text = judge_check(launcher_status, torchrun.signal_name)
     else:
-        after = newest_checkpoint(run_dir, may_refuse=True)
-        status, text = judge(outcome, torchrun.signal_name, before, after)
+        checkpoint_at_end = newest_checkpoint(run_dir, may_refuse=True)
+        status, text = judge(outcome, torchrun.signal_name, checkpoint_at_start, checkpoint_at_end)
 
     print(
         f"{shown(run_dir)}: {text} (torchrun: {launcher_status}); exit status {status}", flush=True
@@ -161,8 +161,8 @@ def judge(
     if after is None or before is None:
         # Ranks report an unreachable store as a user mistake, which would prevent a retry.
         how = f"ended by {signal_name}" if signal_name else "failed"
-        text = f"{how}; the store does not show whether a newer checkpoint exists"
-        return AGAIN if signal_name else ACCIDENT, text
+        status = AGAIN if signal_name else ACCIDENT
+        return status, f"{how}; the store does not show whether a newer checkpoint exists"
     if after != before:
         return AGAIN, f"failed, but advanced from {before or 'the start'} to {checkpoint}"
     if outcome == "mistake":

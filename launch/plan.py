@@ -42,12 +42,13 @@ def main() -> None:
     args = read_command_line()
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ValueError(f"--price {args.price}: expected the hourly cost of one GPU, such as 3.5")
+
     num_gpus, gpu = parse_gpus(args.gpus, args.peak_tflops, args.bandwidth_gbs, args.memory_gib)
     for option in ("cores", "network_gbs"):
         number = getattr(args, option)
         if number is not None and not 0 < number < float("inf"):
-            option = f"--{option.replace('_', '-')}"
-            raise ValueError(f"{option} {number}: expected a positive number")
+            raise ValueError(f"--{option.replace('_', '-')} {number}: expected a positive number")
+
     config = load_config(args.config, args.overrides)
     # The status line appears only in a terminal, and is removed at the end.
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("counting the memory of steps"):
@@ -87,7 +88,6 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
     gpu = forecast.gpu
     num_gpus = forecast.num_gpus
     rank_batch = plan.micro_batch_size * plan.accumulation_steps
-    peak_tflops = gpu.peak_tflops(forecast.precision)
 
     slow, fast = forecast.images_per_s(forecast.image_s)
     end_to_end_h = forecast.end_to_end_h(args.cores, args.network_gbs)
@@ -138,7 +138,7 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
 
     title = (
         f"{model_name} on {num_gpus} x {gpu.name} ({forecast.precision}: peak"
-        f" {peak_tflops:,.0f} TFLOP/s; {gpu.memory_gib} GiB)"
+        f" {gpu.peak_tflops(forecast.precision):,.0f} TFLOP/s; {gpu.memory_gib} GiB)"
     )
     return "\n".join([title, *(f"  {name:12} {text}" for name, text in lines.items())])
 
@@ -197,6 +197,7 @@ def _time(hours: Sequence[float], num_gpus: int) -> str:
 
 
 def _memory(forecast: Forecast) -> str:
+    """Describe the memory of a step and its parts of 0.005 GiB or more."""
     memory = forecast.memory
     parts = ", ".join(
         f"{name} {value / GIB:.2f}" for name, value in asdict(memory).items() if value >= GIB / 200

@@ -101,8 +101,10 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
 
             for number, reason in batch.problems.items():
                 if summary.num_problems < NAMED_PROBLEMS:
-                    name = escape_unprinted(places[number].name)
-                    print(f"skipped: {name}: {reason}", file=sys.stderr)
+                    print(
+                        f"skipped: {escape_unprinted(places[number].name)}: {reason}",
+                        file=sys.stderr,
+                    )
                 summary.num_problems += 1
 
             summary.add(batch)

@@ -83,15 +83,15 @@ def show(args: Namespace) -> World:
     with needed_for("show"):
         from vit.extras.report.contact_sheet import make_contact_sheet
         from vit.extras.report.recipe_curves import draw_curves
-    curves = curves_of(config, args.images_per_epoch)
-    print(draw_curves(config, f"Recipe {name}", out, *curves))
+    print(draw_curves(config, f"Recipe {name}", out, *curves_of(config, args.images_per_epoch)))
 
     try:
         sheet = out.with_stem(f"{out.stem}_augment")
         print(make_contact_sheet(config, 6, 4, sheet, world.device))
     except (ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        print(f"no contact sheet of the augmentation: {reason}", file=sys.stderr)
+        print(
+            f"no contact sheet of the augmentation: {str(error).splitlines()[0]}", file=sys.stderr
+        )
 
     return world
 

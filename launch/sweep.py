@@ -45,8 +45,8 @@ class Row(NamedTuple):
 
 def main() -> None:
     args = read_command_line()
-    is_early = args.when_finished is not None
-    rows = [read_run(folder) for folder in run_folders(Path(args.folder), may_be_none=is_early)]
+    folders = run_folders(Path(args.folder), may_be_none=args.when_finished is not None)
+    rows = [read_run(folder) for folder in folders]
 
     num_finished = sum(row.outcome == "finished" for row in rows)
     if args.when_finished is not None and num_finished < args.when_finished:
