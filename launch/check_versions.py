@@ -20,6 +20,7 @@ OTHER_RANKS_WAIT_S = 3  # torchrun ends all ranks when one exits, so rank 0 must
 
 
 def _refuse(problem: str) -> None:
+    """Exit with status 2. Only rank 0 prints the problem."""
     if os.environ.get("RANK", "0") == "0":
         print("error: " + problem, file=sys.stderr)
         # torchrun prints this file at the end of its report.

@@ -73,6 +73,7 @@ def table(replay: Replay) -> list[str]:
 
 
 def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
+    """Return the cells of a row, in the order of the table's header."""
     done = [f"crop {row.crop_width}x{row.crop_height}+{row.crop_left}+{row.crop_top}"]
     if row.augmentation:
         done.append(row.augmentation)

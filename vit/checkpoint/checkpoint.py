@@ -184,6 +184,7 @@ def _write(
     config: dict[str, Any],
     world_size: int,
 ) -> dict[str, Any]:
+    """Write the files of a checkpoint into its hidden folder, and return `checkpoint.json`."""
     hidden = _hidden(folder)
     hidden.mkdir(parents=True)
     written = save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
@@ -312,6 +313,7 @@ def state_of(info: dict[str, Any]) -> RunState:
 
 
 def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
+    """Copy the tensors of a checkpoint into `targets`. Raises CheckpointError if they differ."""
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
             # The file object of safetensors has `keys` but is not a dict.

@@ -136,6 +136,7 @@ def _judge(
 
 
 def _training_rules(config: Config) -> Iterator[str]:
+    """Check the pairs in `EXCLUSIVE`, `train.exact_over_ranks` and AdaMuon."""
     for name, first, second in EXCLUSIVE:
         section = getattr(config, name)
         num_given = sum(getattr(section, key) is not None for key in (first, second))
@@ -158,6 +159,7 @@ def _training_rules(config: Config) -> Iterator[str]:
 
 
 def _loss_rules(loss: LossConfig, num_classes: int | None, stream: StreamConfig) -> Iterator[str]:
+    """Check the `loss` section."""
     # Label smoothing gives each class at least this target.
     smallest_target = loss.label_smoothing / (num_classes or 1000)
     if loss.bce_target_thresh is not None and loss.bce_target_thresh < smallest_target:
@@ -176,6 +178,7 @@ def _loss_rules(loss: LossConfig, num_classes: int | None, stream: StreamConfig)
 
 
 def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Iterator[str]:
+    """Check the learning rates of the schedule."""
     if schedule.min_lr > optim.lr:
         yield (
             f"schedule.min_lr={schedule.min_lr} exceeds optim.lr={optim.lr}: lower schedule.min_lr"
@@ -193,6 +196,7 @@ def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Iterator[st
 
 
 def _eval_set_rules(config: EvalConfig) -> Iterator[str]:
+    """Check the names and settings in `eval.sets`, and `eval.best_by`."""
     if VAL in config.sets:
         yield f"eval.sets.{VAL}: the name is reserved for data.val_split: use another"
 
@@ -302,6 +306,7 @@ def _void_by_others(config: Config) -> Iterator[Problem]:
 
 
 def _augment_rules(augment: AugmentConfig) -> Iterator[str]:
+    """Check the ranges, the RandAugment magnitude and the mixing groups."""
     for key in ("crop_scale", "crop_ratio", "erasing_area", "erasing_aspect"):
         low, high = getattr(augment, key)
         if low > high:
@@ -373,6 +378,7 @@ def image_size_rules(config: Config) -> Iterator[str]:
             " project, such as vit_s16"
         )
 
+    # A name such as vit_s16 ends in the patch size.
     name = re.fullmatch(r"vit_.+?([1-9]\d*)", config.model.name)
     patch = height_width(config.model.patch_size or (int(name[1]) if name else 1))
     following = [*(stage.image_size for stage in stages[1:]), config.model.image_size]

@@ -110,6 +110,9 @@ def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
 
 
 def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | str, ...]) -> str:
+    """Return the problem with a key that its section does not have: a key of a list or of an
+    evaluation set, a key of another optimizer, or a misspelled key.
+    """
     dotted = ".".join(path)
     if len(rest) > 1 and dotted in LISTS:
         allowed_keys = ", ".join(LISTS[dotted].model_fields)

@@ -135,6 +135,7 @@ class Record:
         self._poll()
 
     def _append(self, line: str) -> None:
+        """Write a whole line, or close the file and raise ValueError."""
         if self._file.closed:
             return
         try:

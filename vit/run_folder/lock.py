@@ -79,6 +79,9 @@ class RunLock:
         self._file = file
 
     def _wait_for(self, file: IO[str]) -> None:
+        """Lock the open file. Tell the user once that another process has it, and wait for the end
+        of that process. A file system without locks only causes a warning.
+        """
         deadline = time.monotonic() + LOCK_WAIT_S
         is_announced = False
         while True:

@@ -55,6 +55,7 @@ def attention_kernel(model: nn.Module, config: TrainConfig, device: torch.device
 
 
 def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.device) -> None:
+    """Raise ValueError if the model or this device cannot use `train.attention`."""
     layers = [each for each in model.modules() if hasattr(each, "qkv")]
     if not layers:
         raise ValueError(

@@ -230,6 +230,7 @@ def _from_userinfo(parts: urllib.parse.SplitResult) -> dict[str, str]:
 
 
 def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
+    """Return the headers for a host in `HEADER_VARIABLE`. Raises ShardError for an invalid line."""
     headers = {}
     for line in filter(None, map(str.strip, os.environ.get(HEADER_VARIABLE, "").splitlines())):
         match = re.fullmatch(r"([\w.*\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
@@ -254,6 +255,7 @@ def _is_hugging_face(host: str) -> bool:
 
 
 def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
+    """Return the header for a login in the netrc file. Raises ShardError for an invalid file."""
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
         hosts = netrc.netrc(str(path)).hosts
