@@ -9,6 +9,7 @@ order of WordNet ids, which all published weights use.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 
 from vit.system.files import WeightsError
 from vit.system.spelling import few
@@ -31,41 +32,46 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     if loaded.class_names is None:
         return _other_numbers(loaded, names)
 
-    model_names = loaded.class_names
     counts = ""
     if num_classes != loaded.num_classes:
         counts = f"{num_classes:,} classes in the data, {loaded.num_classes:,} in the model"
-    if not model_names or not names:
-        if counts:
-            return f"{counts}, and no class names to compare: labels are compared by number"
+    if loaded.class_names and names:
+        return _other_names(names, loaded.class_names, counts)
+    if counts:
+        return f"{counts}, and no class names to compare: labels are compared by number"
+    if loaded.class_names:
         # Equal class counts prove little: any two sets of ten classes have equal counts.
-        warning = "the model has class names, but the data do not: labels are compared by number"
-        return warning if model_names else ""
+        return "the model has class names, but the data do not: labels are compared by number"
+    return ""
 
-    differing = [n for n, name in enumerate(names) if [name] != model_names[n : n + 1]]
-    if not differing:
-        first = (
-            f"the data have the first {len(names):,} of the model's {len(model_names):,} classes"
-        )
-        return "" if len(names) == len(model_names) else first
 
+def _other_names(names: Sequence[str], model_names: Sequence[str], counts: str) -> str:
+    """Describe how the class names of data and model differ, or return "".
+
+    counts: the different numbers of classes, or "".
+    """
+    pairs = zip_longest(map(repr, names), map(repr, model_names[: len(names)]), fillvalue="nothing")
     examples = [
-        f"label {n} is {names[n]!r} in the data,"
-        f" {repr(model_names[n]) if n < len(model_names) else 'nothing'} in the model"
-        for n in differing
+        f"label {label} is {in_data} in the data, {in_model} in the model"
+        for label, (in_data, in_model) in enumerate(pairs)
+        if in_data != in_model
     ]
-    agree = f"{len(names) - len(differing):,} of {len(names):,} names agree"
+
+    if not examples and len(names) == len(model_names):
+        return ""
+    if not examples:
+        return f"the data have the first {len(names):,} of the model's {len(model_names):,} classes"
+
+    facts = f"{len(names) - len(examples):,} of {len(names):,} names agree"
+    if counts:
+        facts = f"{facts}; {counts}"
     if {*names} <= {*model_names}:
         meaning = f"the accuracy is meaningless: {_SELECT}"
-    elif len(differing) < len(names):
+    elif len(examples) < len(names):
         meaning = "the accuracy treats these labels as the model's"
     else:
         meaning = "the accuracy is meaningless, unless only the names differ"
-
-    return (
-        f"the classes of data and model differ: {few(examples, 3)}"
-        f" ({'; '.join(filter(None, (agree, counts)))}): {meaning}"
-    )
+    return f"the classes of data and model differ: {few(examples, 3)} ({facts}): {meaning}"
 
 
 def _other_numbers(loaded: LoadedWeights, names: Sequence[str]) -> str:

@@ -72,7 +72,6 @@ def load_weights(
             the model is unchanged.
     """
     target = model.state_dict()
-    notes = list[str]()
     # BEiT and CaiT have gamma_1 parameters, so rename only if the model lacks the name.
     source = {
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
@@ -80,19 +79,14 @@ def load_weights(
     }
 
     head = head_prefixes(model)
+    expected = target
+    notes = list[str]()
     if reset_head:
-        dropped = [name for name in source if name.startswith(head)]
-        source = {name: value for name, value in source.items() if name not in dropped}
-        outcome = f"dropped {few(dropped)}" if dropped else "the source has none"
-        notes.append(f"the head is new: {outcome}")
-
-        # MAE normalizes all tokens in pre-training. In fine-tuning, it pools first and then applies
-        # a new norm, which is part of the head (facebookresearch/mae:models_vit.py).
-        if not any(name.startswith("fc_norm.") for name in source) and "fc_norm.weight" in target:
+        notes.append(f"the head is new: {_drop(source, head) or 'the source has none'}")
+        if _needs_new_norm(source, target):
             head = (*head, "fc_norm.")
-            dropped = [name for name in source if name.startswith("norm.")]
-            source = {name: value for name, value in source.items() if name not in dropped}
-            notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
+            notes.append(f"fc_norm is new: {_drop(source, ('norm.',)) or 'dropped nothing'}")
+        expected = {name: value for name, value in target.items() if not name.startswith(head)}
 
     notes += fit_patches(source, target, model)
     if "pos_embed" not in source and "pos_embed" in dict(model.named_buffers()):
@@ -102,17 +96,32 @@ def load_weights(
     if "pos_embed" in source and "pos_embed" in target:
         notes += fit_positions(source, target, grid_size(model), grid)
 
-    expected = {
-        name: value for name, value in target.items() if not (reset_head and name.startswith(head))
-    }
     problems = _differences(source, expected, head) or _rounded(source, expected)
     if problems:
-        if family := family_of(source.keys() - target.keys()):
+        family = family_of(source.keys() - target.keys())
+        if family:
             problems.insert(0, f"they are probably the weights of {family}")
         raise WeightsError("the weights do not fit the model: " + "; ".join(problems))
 
     model.load_state_dict(source, strict=not reset_head)
     return notes
+
+
+def _needs_new_norm(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> bool:
+    """Return whether the norm after pooling is new, and thus a part of the new head.
+
+    MAE normalizes all tokens in pre-training. In fine-tuning, it pools first and then applies a new
+    norm (facebookresearch/mae:models_vit.py).
+    """
+    return "fc_norm.weight" in target and not any(name.startswith("fc_norm.") for name in source)
+
+
+def _drop(source: dict[str, Tensor], prefixes: tuple[str, ...]) -> str:
+    """Remove the weights whose names begin with `prefixes`. Return "dropped NAMES", or ""."""
+    dropped = [name for name in source if name.startswith(prefixes)]
+    for name in dropped:
+        del source[name]
+    return f"dropped {few(dropped)}" if dropped else ""
 
 
 def _differences(

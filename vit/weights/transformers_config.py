@@ -119,60 +119,89 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
 
     try:
         notes = check_fields(content, IMAGE_PROCESSOR, path)
-        kind = content.get("image_processor_type", content.get("feature_extractor_type", "ViT"))
-        kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", kind)
-        content = {**_DEFAULTS.get(kind, {"default_to_square": True}), **content}
-        lacking = [name for name in _VIT if name not in content]
-        if lacking:
-            raise ValueError(
-                f"{path}: {', '.join(lacking)} missing, and the defaults of {kind!r} are unknown:"
-                f" add these fields, or use the processor of {' or '.join(_DEFAULTS)}"
-            )
-
-        resize = content["size"]
-        if isinstance(resize, int):  # older files
-            keys = ("height", "width") if content["default_to_square"] else ("shortest_edge",)
-            resize = dict.fromkeys(keys, resize)
-        shortest = resize.get("shortest_edge") if len(resize) == 1 else None
-        if shortest is None and not {"height", "width"} <= resize.keys():
-            raise ValueError(
-                f"{path}: size {resize}: expected height and width, or only shortest_edge: use the"
-                " model in transformers"
-            )
-
-        cover = _height_width(shortest or resize)
-        crops = content.get("do_center_crop") is True
-        end = _height_width(content["crop_size"]) if crops else cover
-        crop_pct = crop_pct_of(size, cover)
-        reached = tuple(int(side / crop_pct) for side in size)
-        is_unsupported = (end, reached) != (size, cover) or (shortest and not crops)
-        if is_unsupported:
-            cropped = f"a center crop of {content['crop_size']}" if crops else "no center crop"
-            raise ValueError(
-                f"{path}: size {content['size']} and {cropped} do not give images of"
-                f" {size[0]}x{size[1]}, the model's size, by a resize and a center crop that this"
-                " project supports: use the model in transformers"
-            )
-
-        scale = 255 * (content["rescale_factor"] if content["do_rescale"] else 1)
-        mean, std = content["image_mean"], content["image_std"]
-        if not content["do_normalize"]:
-            mean, std = (0.0,) * len(mean), (1.0,) * len(mean)
-
-        return {
-            # (x * factor - mean) / std for pixels x in [0, 255], in terms of x / 255.
-            "mean": tuple(float(value) / scale for value in mean),
-            "std": tuple(float(value) / scale for value in std),
-            "interpolation": _RESAMPLE[content["resample"]],
-            "crop_mode": "center" if shortest else "squash",
-            "apply_exif": content.get("apply_exif") is True,
-            "crop_pct": crop_pct,
-            "notes": (*notes, *([ODD_MARGINS] if shortest else [])),
-        }
+        content = _with_defaults(content, path)
+        crop = _resize_and_crop(content, size, path)
+        normalization = _normalization(content)
+        interpolation = _RESAMPLE[content["resample"]]
     except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path}: a setting has the wrong type ({error}): copy the file again"
         ) from None
+
+    if crop["crop_mode"] == "center":
+        notes = [*notes, ODD_MARGINS]
+    return {
+        **normalization,
+        **crop,
+        "interpolation": interpolation,
+        "apply_exif": content.get("apply_exif") is True,
+        "notes": tuple(notes),
+    }
+
+
+def _with_defaults(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return `content` with the missing fields of its image processor."""
+    kind = content.get("image_processor_type", content.get("feature_extractor_type", "ViT"))
+    kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", kind)
+    content = {**_DEFAULTS.get(kind, {"default_to_square": True}), **content}
+
+    lacking = [name for name in _VIT if name not in content]
+    if lacking:
+        raise ValueError(
+            f"{path}: {', '.join(lacking)} missing, and the defaults of {kind!r} are unknown:"
+            f" add these fields, or use the processor of {' or '.join(_DEFAULTS)}"
+        )
+    return content
+
+
+def _resize_and_crop(content: dict[str, Any], size: tuple[int, int], path: Path) -> dict[str, Any]:
+    """Return `crop_mode` and `crop_pct`, with which this project gives images of `size`.
+
+    transformers resizes the shortest edge and then crops the center ("center"), or resizes both
+    sides, with or without a crop ("squash").
+    """
+    resize = content["size"]
+    if isinstance(resize, int):  # older files
+        keys = ("height", "width") if content["default_to_square"] else ("shortest_edge",)
+        resize = dict.fromkeys(keys, resize)
+    shortest = resize.get("shortest_edge") if len(resize) == 1 else None
+    if shortest is None and not {"height", "width"} <= resize.keys():
+        raise ValueError(
+            f"{path}: size {resize}: expected height and width, or only shortest_edge: use the"
+            " model in transformers"
+        )
+
+    has_crop = content.get("do_center_crop") is True
+    resized = _height_width(shortest or resize)
+    cropped = _height_width(content["crop_size"]) if has_crop else resized
+    crop_pct = crop_pct_of(size, resized)
+    # This project resizes to the model's size / crop_pct, and always crops to the model's size.
+    our_resized = tuple(int(side / crop_pct) for side in size)
+    is_supported = (cropped, our_resized) == (size, resized) and (has_crop or not shortest)
+    if not is_supported:
+        crop = f"a center crop of {content['crop_size']}" if has_crop else "no center crop"
+        raise ValueError(
+            f"{path}: size {content['size']} and {crop} do not give images of"
+            f" {size[0]}x{size[1]}, the model's size, by a resize and a center crop that this"
+            " project supports: use the model in transformers"
+        )
+
+    return {"crop_mode": "center" if shortest else "squash", "crop_pct": crop_pct}
+
+
+def _normalization(content: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Return `mean` and `std` in terms of x / 255, for pixels x in [0, 255].
+
+    transformers computes (x * rescale_factor - image_mean) / image_std.
+    """
+    scale = 255 * (content["rescale_factor"] if content["do_rescale"] else 1)
+    mean, std = content["image_mean"], content["image_std"]
+    if not content["do_normalize"]:
+        mean, std = (0.0,) * len(mean), (1.0,) * len(mean)
+    return {
+        "mean": tuple(float(value) / scale for value in mean),
+        "std": tuple(float(value) / scale for value in std),
+    }
 
 
 def _height_width(size: object) -> tuple[int, int]:
