@@ -172,21 +172,20 @@ def open_train_set(config: Config, val_split: Split, num_classes: int | None = N
 
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:
+    """Raise ValueError if images of `val_split` are also training images."""
     trained = find_trained(train_set, val_split)
     count = np.count_nonzero(np.any(trained, axis=0))
     if not count:
         return
 
-    settings = ", ".join(
-        f"data.sources[{number}].split={split.name}"
-        if data.sources
-        else f"data.train_split={split.name}"
-        for number, split in enumerate(train_set.split.splits)
-        if trained[number].any()
-    )
+    settings = []
+    for number, split in enumerate(train_set.split.splits):
+        if trained[number].any():
+            key = f"data.sources[{number}].split" if data.sources else "data.train_split"
+            settings.append(f"{key}={split.name}")
     raise ValueError(
         f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
-        f" are also training images of {settings}: hold them out, for instance with"
+        f" are also training images of {', '.join(settings)}: hold them out, for instance with"
         " data.train_split=train[:99%] and data.val_split=train[99%:], or evaluate on them as"
         " one of eval.sets"
     )

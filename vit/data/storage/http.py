@@ -93,6 +93,7 @@ class WebFile(io.RawIOBase):
         self.name = name
         self.retry = retry
         self.at = start
+        """The file offset of the next byte to return."""
         self.stop = stop
         self.version = version
         self.parts_only = parts_only
@@ -140,14 +141,14 @@ class WebFile(io.RawIOBase):
                 break
 
             note_progress()
-            first = self._position
+            # A response with the entire file begins before the first byte to return.
+            num_unwanted = max(self.at - self._position, 0)
             self._position += len(piece)
             if self._position == self._end:
                 self._end_answer()
-            if self._position > self.at:
-                piece = piece[max(self.at - first, 0) :]
+            if num_unwanted < len(piece):
                 self.at = self._position
-                return piece
+                return piece[num_unwanted:]
 
         return b""
 

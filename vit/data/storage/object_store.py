@@ -45,6 +45,8 @@ change only with the bytes come before fields that also change with permissions 
 
 LOCAL_ERRORS = (*FULL, errno.EROFS)
 """The error codes of the local disk. Clients of object stores do not use these codes."""
+MISUSE = (ImportError, ValueError, TypeError, NotImplementedError)
+"""Errors that a renewed token would not fix, so they are not retried even for a file in use."""
 NO_BUCKET = "bucket does not exist"
 """A part of S3's response to requests in a bucket that does not exist."""
 T = TypeVar("T")
@@ -326,18 +328,8 @@ class ObjectStore:
                     error.filename = error.filename or tempfile.gettempdir()
                     raise
 
-                is_replaced = isinstance(error, OSError) and error.errno == errno.ESTALE
-                final: Exception | None = error
-                is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
-                if not is_replaced and not is_no_file:
-                    final = self._refusal(error, shown_name)
-
-                # Raise these errors even for a file in use, because a renewed token would not fix
-                # them.
-                is_misuse = isinstance(
-                    error, (ImportError, ValueError, TypeError, NotImplementedError)
-                )
-                may_retry = in_use and not is_misuse
+                final = self._final_error(error, shown_name)
+                may_retry = in_use and not isinstance(error, MISUSE)
                 if final is not None and not may_retry:
                     raise final from error
 
@@ -345,11 +337,20 @@ class ObjectStore:
                 must_reconnect = fs is not None and (final is not None or not fs.async_impl)
                 if must_reconnect:
                     fs.clear_instance_cache()
-                cause = _reason(error)
-                reason = cause if is_replaced else f"cannot be reached ({cause})"
+                reason = _reason(error)
+                if not _is_replaced(error):
+                    reason = f"cannot be reached ({reason})"
                 raise RetryableError(reason, final=final) from error
 
         return self.retry.call(shown_name, attempt, while_waiting)
+
+    def _final_error(self, error: Exception, shown_name: str) -> Exception | None:
+        """Return the error to raise unless the file is in use, for which even this error may be
+        temporary. Return None if `error` may be temporary for any file."""
+        is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
+        if is_no_file or _is_replaced(error):
+            return error
+        return self._refusal(error, shown_name)
 
     def _refusal(self, error: Exception, shown_name: str) -> Refused | None:
         """Return the error to raise if a retry would not help, or None if `error` may be
@@ -380,6 +381,10 @@ class ObjectStore:
             f"{self}: the bucket does not exist ({_reason(error)}): correct the URL, or create the"
             " bucket first"
         )
+
+
+def _is_replaced(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
 def _reason(error: Exception) -> str:
