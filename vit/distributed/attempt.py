@@ -30,31 +30,46 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
 
     Raises RankLost if a rank does not join within `limit`.
     """
-    token = secrets.token_hex(8)
+    name = _announce(store, size, limit) if rank == 0 else _join(store, rank, limit)
+    return dist.PrefixStore(name, store)
+
+
+def _announce(store: dist.Store, size: int, limit: timedelta) -> str:
+    """Draw the name of this attempt, and return it when the tokens of all other ranks have been
+    collected and listed. Rank 0 only."""
     deadline = time.monotonic() + limit.total_seconds()
-    name = token
-    if rank == 0:
-        store.set("round", name)
-        keys = [f"{name} {other}" for other in range(1, size)]
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                late = [key.split()[1] for key in keys if not store.check([key])]
-                raise RankLost(f"rank {', '.join(late)} did not respond within {limit}")
-            time.sleep(POLL_S / 5)
+    name = secrets.token_hex(8)
+    store.set("round", name)
 
-        tokens = [text.decode() for text in store.multi_get(keys)]
-        store.set(f"{name} all", json.dumps(tokens))
-        return dist.PrefixStore(name, store)
+    keys = [f"{name} {rank}" for rank in range(1, size)]
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            late = [key.split()[1] for key in keys if not store.check([key])]
+            raise RankLost(f"rank {', '.join(late)} did not respond within {limit}")
+        time.sleep(POLL_S / 5)
 
+    tokens = [text.decode() for text in store.multi_get(keys)]
+    store.set(f"{name} all", json.dumps(tokens))
+    return name
+
+
+def _join(store: dist.Store, rank: int, limit: timedelta) -> str:
+    """Answer each name that rank 0 announces with a token of this process, and return the name
+    whose list contains the token. An earlier attempt's list contains the token of an earlier
+    process."""
+    deadline = time.monotonic() + limit.total_seconds()
+    token = secrets.token_hex(8)
     answered_name = ""
     while True:
         name = store.get("round").decode() if store.check(["round"]) else ""
         if name and name != answered_name:
             store.set(f"{name} {rank}", token)
             answered_name = name
+
         is_complete = name and store.check([f"{name} all"])
         if is_complete and token in json.loads(store.get(f"{name} all")):
-            return dist.PrefixStore(name, store)
+            return name
+
         if time.monotonic() > deadline:
             raise RankLost(f"rank 0 did not respond within {limit}")
         time.sleep(POLL_S / 5)
