@@ -20,12 +20,15 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
             f"pos_embed 'sincos2d' needs an embed_dim of 8, 12, 16 and so on, not {dim}"
         )
 
-    quarter = dim // 4  # computed in float64 and rounded once at the end
-    frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
+    # Computed in float64, and rounded once at the end.
+    num_frequencies = dim // 4
+    exponents = torch.arange(num_frequencies, dtype=torch.float64) / (num_frequencies - 1)
+    frequencies = 10_000.0**-exponents
     rows, columns = (torch.arange(n, dtype=torch.float64) for n in grid_size)
     y, x = torch.meshgrid(rows, columns, indexing="ij")
     x = x.reshape(-1, 1) * frequencies
     y = y.reshape(-1, 1) * frequencies
+
     positions = torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), dim=1)
     prefix = positions.new_zeros(num_prefix_tokens, dim)
     return torch.cat((prefix, positions)).unsqueeze(0).float()

@@ -38,38 +38,43 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     `layer_decay` finds no layers in the model, or Muon finds no matrices.
     """
     is_exempt = _exempt(model, config.no_weight_decay)
-    layers = {} if config.layer_decay is None else layer_numbers(model, config.layer_decay_form)
     is_matrix = _matrices(config.matrices) if isinstance(config, MuonConfig) else None
+    if config.layer_decay is None:
+        layers = {name: 0 for name, _ in model.named_parameters()}
+    else:
+        layers = layer_numbers(model, config.layer_decay_form)
 
-    groups: dict[tuple[int, bool, bool], list[Tensor]] = {}
+    # Keys are (layer, uses Muon, is decayed). With neither layers nor Muon, there are always the
+    # same two groups in the same order, even if one of them is empty.
+    parameters_of: dict[tuple[int, bool, bool], list[Tensor]] = {}
     if config.layer_decay is None and is_matrix is None:
-        groups = {(0, False, True): [], (0, False, False): []}
+        parameters_of = {(0, False, True): [], (0, False, False): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             uses_muon = is_matrix is not None and is_matrix(name, parameter)
-            key = (layers.get(name, 0), uses_muon, not is_exempt(name, parameter))
-            groups.setdefault(key, []).append(parameter)
+            key = (layers[name], uses_muon, not is_exempt(name, parameter))
+            parameters_of.setdefault(key, []).append(parameter)
 
-    if is_matrix is not None and not any(uses_muon for _, uses_muon, _ in groups):
+    if is_matrix is not None and not any(uses_muon for _, uses_muon, _ in parameters_of):
         raise ValueError(
             f"optim.name={config.name}: the trained parameters contain no matrices for Muon: set"
             " optim.matrices=timm, or use another optim.name"
         )
 
-    last = max(layers.values(), default=0)
-    torch_groups = []
-    for (layer, uses_muon, is_decayed), parameters in groups.items():
+    last_layer = max(layers.values(), default=0)
+    groups = []
+    for (layer, uses_muon, is_decayed), parameters in parameters_of.items():
         group = {
             "params": parameters,
             "weight_decay": config.weight_decay if is_decayed else 0.0,
             "is_decayed": is_decayed,
         }
         if config.layer_decay is not None:
-            group["lr_scale"] = config.layer_decay ** (last - layer)
+            group["lr_scale"] = config.layer_decay ** (last_layer - layer)
         if is_matrix is not None:
             group["use_muon"] = uses_muon
-        torch_groups.append(group)
-    return torch_groups
+        groups.append(group)
+    return groups
 
 
 def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:

@@ -14,6 +14,7 @@ as the change in the weights, which works for every optimizer and for skipped up
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +39,23 @@ class Measured:
     layers: tuple[str, ...]
 
     def named(self, values: Sequence[float]) -> NormsByName:
-        """Return the host's copy of `values`, keyed by name, and add the ratio of update norm to
-        weight norm. A layer whose weights are all 0 has no ratio."""
-        values = [float(f"{value:.6g}") for value in values]  # float32 has about six digits
-        size = len(self.layers)
-        norms: NormsByName = {
-            kind: dict(zip(self.layers, values[n * size : (n + 1) * size], strict=True))
-            for n, kind in enumerate(KINDS)
-        }
+        """Key `values`, the host's copy of `self.values`, by kind and layer.
+
+        Adds the ratio of update norm to weight norm. A layer whose weights are all 0 has no ratio.
+        """
+        # float32 has about six digits.
+        remaining = iter([float(f"{value:.6g}") for value in values])
+        norms: NormsByName = {}
+        for kind in KINDS:
+            of_layers = islice(remaining, len(self.layers))
+            norms[kind] = dict(zip(self.layers, of_layers, strict=True))
         norms[RATIO] = {
             name: norms[UPDATE][name] / weight for name, weight in norms[WEIGHT].items() if weight
         }
 
-        logits = values[len(KINDS) * size :]
-        if len(logits):
-            norms[LARGEST_LOGIT] = {f"blocks.{n}": value for n, value in enumerate(logits)}
+        logits = {f"blocks.{n}": value for n, value in enumerate(remaining)}
+        if logits:
+            norms[LARGEST_LOGIT] = logits
         return norms
 
 
