@@ -97,21 +97,21 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     )
     if damaged:
         places = ", ".join(sorted({tars.where(block.shard) for block in damaged}))
-        report += (
-            f"; bytes differ from the index in {places}; copy the damaged shards again (`python -m"
-            f" data_prep.verify {quote(str(tars.folder))}` lists the images)"
-        )
-    elif lacking_bytes and cache.has_room(2 * max(block.num_bytes for block in missing)):
+        return (
+            f"{report}; bytes differ from the index in {places}; copy the damaged shards again"
+            f" (`python -m data_prep.verify {quote(str(tars.folder))}` lists the images)"
+        ), False
+    if not lacking_bytes:
+        return report, True
+    if cache.has_room(2 * max(block.num_bytes for block in missing)):
         raise ShardError(
             f"{report}; the rest could not be stored (see above): free some space on this disk, or"
             " set another --cache-dir"
         )
-    elif lacking_bytes:
-        report += (
-            f"; the cache is full ({_size(cache.limit_bytes)}): enlarge it with --cache-gib or"
-            " loader.cache_gib"
-        )
-    return report, not damaged
+    return (
+        f"{report}; the cache is full ({_size(cache.limit_bytes)}): enlarge it with --cache-gib or"
+        " loader.cache_gib"
+    ), True
 
 
 def _size(num_bytes: float) -> str:
@@ -119,6 +119,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _shards_of(text: str | None, num_shards: int) -> range:
+    """Read the option --shards. Raises ValueError."""
     if text is None:
         return range(num_shards)
 
@@ -163,53 +164,8 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     guard_console()
-    status = 0
     try:
-        options = _options(arguments)
-        eval_places: list[tuple[str, str]] = []
-        if options.config is not None:
-            config = load_config(options.config, options.root)
-            data = config.data
-            loader = config.loader
-            eval_places = config.eval.further_places(data.root, data.val_split)
-        elif len(options.root) == 1:
-            data = DataConfig(root=options.root[0])
-            loader = LoaderConfig()
-        else:
-            raise ValueError(
-                "expected one data set: a folder, a URL, or --config FILE (python -m"
-                " vit.data.warm --help)"
-            )
-
-        places = [(data.root, split) for split in options.split or [data.val_split]]
-        if not options.split:
-            places[:0] = [
-                (source.root or data.root, source.split or data.train_split)
-                for source in data.sources or (SourceConfig(),)
-            ]
-            places += eval_places
-
-        for root, split in dict.fromkeys((root, parse_name(name).split) for root, name in places):
-            tars = open_split(
-                resolve(root),
-                split,
-                cache_dir=options.cache_dir or loader.cache_dir,
-                cache_gib=loader.cache_gib if options.cache_gib is None else options.cache_gib,
-                retry=RetryPolicy(loader.patience_s),
-            ).tars
-            if not isinstance(tars, CachedTars):
-                raise ValueError(
-                    f"{shown(root)} is a folder and is read in place: set --cache-dir to copy its"
-                    " blocks to a cache"
-                )
-
-            shards = _shards_of(options.shards, len(tars.filenames))
-            report, is_sound = warm(tars, split, shards)
-            if is_sound:
-                print(report, flush=True)
-            else:
-                print(f"error: {report}", file=sys.stderr)
-                status = 2
+        return _warm_all(_options(arguments))
     except KeyboardInterrupt:
         print(
             "stopped: fetched blocks remain in the cache, and the same command continues",
@@ -219,6 +175,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _warm_all(options: Namespace) -> int:
+    """Fetch all splits that the options name, and return the exit status."""
+    eval_places: list[tuple[str, str]] = []
+    if options.config is not None:
+        config = load_config(options.config, options.root)
+        data = config.data
+        loader = config.loader
+        eval_places = config.eval.further_places(data.root, data.val_split)
+    elif len(options.root) == 1:
+        data = DataConfig(root=options.root[0])
+        loader = LoaderConfig()
+    else:
+        raise ValueError(
+            "expected one data set: a folder, a URL, or --config FILE (python -m"
+            " vit.data.warm --help)"
+        )
+
+    if options.split:
+        places = [(data.root, split) for split in options.split]
+    else:
+        places = [
+            (source.root or data.root, source.split or data.train_split)
+            for source in data.sources or (SourceConfig(),)
+        ]
+        places += [(data.root, data.val_split), *eval_places]
+
+    status = 0
+    for root, split in dict.fromkeys((root, parse_name(name).split) for root, name in places):
+        tars = open_split(
+            resolve(root),
+            split,
+            cache_dir=options.cache_dir or loader.cache_dir,
+            cache_gib=loader.cache_gib if options.cache_gib is None else options.cache_gib,
+            retry=RetryPolicy(loader.patience_s),
+        ).tars
+        if not isinstance(tars, CachedTars):
+            raise ValueError(
+                f"{shown(root)} is a folder and is read in place: set --cache-dir to copy its"
+                " blocks to a cache"
+            )
+
+        shards = _shards_of(options.shards, len(tars.filenames))
+        report, is_sound = warm(tars, split, shards)
+        if is_sound:
+            print(report, flush=True)
+        else:
+            print(f"error: {report}", file=sys.stderr)
+            status = 2
     return status
 
 

@@ -222,6 +222,7 @@ class WorkerPool:
             os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def _start(self, number: int) -> None:
+        """Start worker `number` and connect its pipe."""
         # Reset the status now, because only the worker may write it after the start.
         self.statuses[number].restart()
         # Block signals until `_work` ignores them, because a signal to the job must not kill a new
@@ -340,6 +341,7 @@ class WorkerPool:
         self.watch.idle_s = 0.0
 
     def _cause_of_death(self, worker: BaseProcess) -> str:
+        """Describe why a worker ended without being told to, and what to do."""
         worker.join(END_WAIT_S)
         code = worker.exitcode
         if code is None or code >= 0:
@@ -349,40 +351,45 @@ class WorkerPool:
             )
 
         number = signal.Signals(-code)
-        cause = (
-            "so a library crashed, perhaps on a damaged image: check all images with `python -m"
-            " data_prep.verify`"
-        )
-        if number == signal.SIGBUS:
+        if number == signal.SIGKILL:
+            cause = self._cause_of_kill()
+        elif number == signal.SIGBUS:
             cause = (
                 "which happens if a mapped file is truncated or its disk fails: check whether an"
                 " index (*.index.npy) was rewritten while in use"
             )
-
-        if number == signal.SIGKILL:
-            num_kills = num_oom_kills()
-            kernel_note = (
-                "the kernel has counted no such kill" if num_kills is not None else "see `dmesg`"
-            )
+        else:
             cause = (
-                f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
-                " if memory ran out, lower loader.num_workers, or give the job more memory"
+                "so a library crashed, perhaps on a damaged image: check all images with `python -m"
+                " data_prep.verify`"
             )
-
-            # The count is None if it cannot be read. A higher count proves that memory ran out on
-            # this host or in this container, but another process may have been killed.
-            memory_ran_out = (
-                num_kills is not None
-                and self._oom_kills_before is not None
-                and num_kills > self._oom_kills_before
-            )
-            if memory_ran_out:
-                cause = (
-                    "because memory ran out, according to the kernel: lower loader.num_workers, or"
-                    " give the job more memory"
-                )
-
         return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"
+
+    def _cause_of_kill(self) -> str:
+        """Describe who may have sent SIGKILL to a worker.
+
+        The kernel's count of kills is None if it cannot be read. A higher count proves that memory
+        ran out on this host or in this container, but another process may have been killed.
+        """
+        num_kills = num_oom_kills()
+        memory_ran_out = (
+            num_kills is not None
+            and self._oom_kills_before is not None
+            and num_kills > self._oom_kills_before
+        )
+        if memory_ran_out:
+            return (
+                "because memory ran out, according to the kernel: lower loader.num_workers, or"
+                " give the job more memory"
+            )
+
+        kernel_note = (
+            "the kernel has counted no such kill" if num_kills is not None else "see `dmesg`"
+        )
+        return (
+            f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
+            " if memory ran out, lower loader.num_workers, or give the job more memory"
+        )
 
 
 def _end_workers(
@@ -413,6 +420,7 @@ def _end_workers(
 def _work(
     batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection, niceness: int
 ) -> None:
+    """Run a worker: decode the parts of batches that arrive in `parts`, and send the results."""
     os.nice(niceness)
     # By default, each worker's resizes start a thread on every core. Use one core per worker.
     torch.set_num_threads(1)
@@ -452,6 +460,7 @@ def _work(
 def _make(
     batches: Batches, status: WorkerStatus, position: int, first: int, rows: Batch
 ) -> WorkerResult:
+    """Fill the rows of one part. Return its result, which contains the error if there was one."""
     status.take(position, first)
     began_s = time.perf_counter()
     bad_keys: tuple[str, ...] = ()

@@ -230,6 +230,10 @@ class BlockCache:
         return True
 
     def _remove_oldest(self, keep_bytes: int) -> int:
+        """Remove the blocks that were not used for the longest time, until `keep_bytes` are left.
+
+        Also removes abandoned parts of blocks. Returns the size of the remaining blocks.
+        """
         blocks = []
         for path in self.folder.glob("*/*"):
             with suppress(OSError):  # another process removed the block

@@ -385,6 +385,7 @@ class CachedTars:
             return future
 
     def _serve(self) -> None:
+        """Fetch the waiting blocks, one after another. Each thread runs this function."""
         while True:
             self._num_waiting.acquire()
             with self._lock:

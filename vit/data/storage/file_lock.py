@@ -74,6 +74,11 @@ def lock(fd: int, path: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(fd: int, path: Path) -> None:
+    """Lock the file, waiting as long as it grows.
+
+    Raises TimeoutError if it has not grown for LOCK_WAIT_S. The next attempt to lock this file then
+    fails without waiting.
+    """
     began_s = time.monotonic()
     grew_s = began_s
     warn_at_s = began_s + WARN_AFTER_S

@@ -167,6 +167,7 @@ class WebFile(io.RawIOBase):
     # ---- one attempt ----
 
     def _next(self, most: int) -> bytes:
+        """Return the next bytes of the response, b"" at the end. Raises RetryableError."""
         import urllib3
 
         if self._response is None:
@@ -196,6 +197,8 @@ class WebFile(io.RawIOBase):
         return piece
 
     def _request(self) -> None:
+        """Send a request for the remaining bytes, and check the response."""
+        # Check the speed at the first request after each period of the retry limit.
         elapsed_s = self._waited_s - self._mark_s
         if elapsed_s > self.retry.limit_s:
             num_bytes = self.at - self._mark_at
@@ -236,7 +239,7 @@ class WebFile(io.RawIOBase):
     def _check_answer(self, response: BaseHTTPResponse, requested: str) -> int:
         """Store the response's position in the file, and return the file's size, -1 if unknown.
 
-        Raises RetryableError if a retry may help, else another error.
+        Raises RetryableError if a retry may help, else another error. requested: the range.
         """
         encoding = response.headers.get("Content-Encoding", "")
         is_compressed = encoding in COMPRESSIONS and response.status in (200, 206)
@@ -251,27 +254,35 @@ class WebFile(io.RawIOBase):
 
         self._is_whole = response.status == 200
         if self._is_whole:
-            length = response.headers.get("Content-Length", "")
-            size = int(length) if length.isdecimal() else -1
-            self._position = 0
-            self._end = size if size >= 0 else None
-            if self.parts_only and size != 0:
-                problem = "the server does not serve parts of files (it ignores Range)"
-                if self.version is not None:
-                    raise RetryableError(problem)
-                raise ShardError(
-                    f"{self._where}: {problem}, which reading individual images requires; copy the"
-                    " shards to a disk, or stream them with stream.urls, which is not exactly"
-                    " reproducible"
-                )
-            return size
+            return self._accept_whole(response)
+        return self._accept_part(response, requested)
 
+    def _accept_whole(self, response: BaseHTTPResponse) -> int:
+        """Do the work of `_check_answer` for a response with the entire file."""
+        length = response.headers.get("Content-Length", "")
+        size = int(length) if length.isdecimal() else -1
+        self._position = 0
+        self._end = size if size >= 0 else None
+
+        if self.parts_only and size != 0:
+            problem = "the server does not serve parts of files (it ignores Range)"
+            if self.version is not None:
+                raise RetryableError(problem)
+            raise ShardError(
+                f"{self._where}: {problem}, which reading individual images requires; copy the"
+                " shards to a disk, or stream them with stream.urls, which is not exactly"
+                " reproducible"
+            )
+        return size
+
+    def _accept_part(self, response: BaseHTTPResponse, requested: str) -> int:
+        """Do the work of `_check_answer` for a response with a range of bytes, or without any."""
+        # "bytes FIRST-LAST/SIZE"; "*" stands for an unknown size, or for a range without bytes.
         content_range = re.fullmatch(
             r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", response.headers.get("Content-Range", "")
         )
-        size = -1
-        if content_range and content_range[3] != "*":
-            size = int(content_range[3])
+        size_text = content_range[3] if content_range else "*"
+        size = -1 if size_text == "*" else int(size_text)
         if response.status == 416:
             if self.at < size:
                 raise RetryableError(

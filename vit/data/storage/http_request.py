@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vit.system.files import ShardError
 from vit.system.redact import shown
-from vit.system.retry import NUM_REFUSALS, RetryableError
+from vit.system.retry import RetryableError
 from vit.system.urls import address, credentials, on_the_web
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ def get(
     import urllib3  # not needed for shards on a local disk
 
     timeout = urllib3.Timeout(connect=connect_s, read=silence_s)
-    at = address(url, name)
+    target = address(url, name)
     login = credentials(url)
 
     for _ in range(MAX_REDIRECTS + 1):
         try:
-            response = pool(os.getpid(), _proxy(at)).request(
+            response = pool(os.getpid(), _proxy(target)).request(
                 "GET",
-                at,
+                target,
                 headers=HEADERS | headers | login,
                 timeout=timeout,
                 preload_content=False,
@@ -65,29 +65,30 @@ def get(
                 retries=False,
             )
         except urllib3.exceptions.LocationValueError as error:
-            raise ShardError(f"{shown(at)}: {error}; correct the address") from error
+            raise ShardError(f"{shown(target)}: {error}; correct the address") from error
         except urllib3.exceptions.HTTPError as error:
-            raise _unreachable(at, error, was_there or _server(at) in _answered) from error
-        _answered.add(_server(at))
+            raise _unreachable(target, error, was_there or _server(target) in _answered) from error
+
+        server = _server(target)
+        _answered.add(server)
         location = response.get_redirect_location()
         if not location:
             return response
 
         response.close()
-        before = _server(at)
-        at = urllib.parse.urljoin(at, location)
-        if not on_the_web(at):
+        target = urllib.parse.urljoin(target, location)
+        if not on_the_web(target):
             raise ShardError(
-                f"{shown(address(url, name))}: redirected to {shown(at)}, which is not followed"
+                f"{shown(address(url, name))}: redirected to {shown(target)}, which is not followed"
                 " because it is not a web address; correct the address"
             )
 
         # Do not send a URL's login to another server after a redirect.
-        login = credentials(at) or (login if _server(at) == before else {})
-        at = address(at)
+        login = credentials(target) or (login if _server(target) == server else {})
+        target = address(target)
 
     raise ShardError(
-        f"{shown(address(url, name))}: too many redirects, the last one to {shown(at)}; correct"
+        f"{shown(address(url, name))}: too many redirects, the last one to {shown(target)}; correct"
         " the address"
     )
 
@@ -113,28 +114,25 @@ def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
             f"{shown(url)}: {error}; check the clock and the installed CA certificates"
         )
 
-    final = None
-    num_refusals = NUM_REFUSALS
-    if not was_there:
-        if isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
-            return ShardError(
-                f"{shown(url)}: the server does not use TLS at this port; try http://"
-            )
-        if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
-            final = ShardError(
-                f"{shown(url)}: the host is unknown; correct the address, or check the network of"
-                " this machine"
-            )
-        if isinstance(cause, ConnectionRefusedError):
-            num_refusals = NUM_CLOSED
-            final = ShardError(
-                f"{shown(url)}: no server listens at this port (connection refused); correct the"
-                " address, or start the server"
-            )
+    reason = f"cannot be reached ({reason_of(error)})"
+    if was_there:
+        return RetryableError(reason)
 
-    return RetryableError(
-        f"cannot be reached ({reason_of(error)})", final=final, num_refusals=num_refusals
-    )
+    if isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
+        return ShardError(f"{shown(url)}: the server does not use TLS at this port; try http://")
+    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+        final = ShardError(
+            f"{shown(url)}: the host is unknown; correct the address, or check the network of"
+            " this machine"
+        )
+        return RetryableError(reason, final=final)
+    if isinstance(cause, ConnectionRefusedError):
+        final = ShardError(
+            f"{shown(url)}: no server listens at this port (connection refused); correct the"
+            " address, or start the server"
+        )
+        return RetryableError(reason, final=final, num_refusals=NUM_CLOSED)
+    return RetryableError(reason)
 
 
 def _proxy(url: str) -> str | None:
