@@ -123,8 +123,7 @@ def join_world(
     _joined = world = World(rank, size, torch.device("cpu"), own_store)
     world = _agree_on_device(world, device, setting, found or find_devices(), limit)
 
-    on_gpu = world.device.type == "cuda"
-    if on_gpu:
+    if world.device.type == "cuda":
         # Set the device before the first CUDA call. Otherwise every rank would open a context on
         # GPU 0.
         torch.cuda.set_device(world.device)
@@ -133,23 +132,29 @@ def join_world(
         flight_recorder.start_recording()
 
     if store is not None:
-        try:
-            dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                timeout=collective_timeout,
-                store=store,
-                rank=rank,
-                world_size=size,
-                device_id=world.device if on_gpu else None,
-            )
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise ValueError(_why_not_met(str(error))) from None
-        except RuntimeError as error:
-            problem = _wrong_interface(str(error))
-            if problem:
-                raise ValueError(problem) from None
-            raise
+        _connect(world, store, collective_timeout)
     return replace(world, joined_s=time.perf_counter() - began)
+
+
+def _connect(world: World, store: dist.Store, timeout: timedelta) -> None:
+    """Connect the ranks with NCCL or gloo. Raises ValueError if they cannot connect."""
+    on_gpu = world.device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            timeout=timeout,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            device_id=world.device if on_gpu else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise ValueError(_why_not_met(str(error))) from None
+    except RuntimeError as error:
+        problem = _wrong_interface(str(error))
+        if problem:
+            raise ValueError(problem) from None
+        raise
 
 
 def _agree_on_device(
@@ -182,11 +187,11 @@ def _agree_on_device(
         return replace(world, device=chosen)
 
     hosts = tuple(chain.from_iterable([host] * number for host, number in rows))
-    beside = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-    pids = [each["pid"] for each in world.gathered("rank", beside)]
+    ranks_here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    pids = [each["pid"] for each in world.gathered("rank", ranks_here)]
     host_pids = {
         rank: pid
-        for rank, (pid_space, pid) in zip(beside, pids, strict=True)
+        for rank, (pid_space, pid) in zip(ranks_here, pids, strict=True)
         if space and pid_space == space
     }
     return replace(world, device=chosen, hosts=hosts, _host_pids=host_pids)
@@ -274,6 +279,7 @@ def _wrong_interface(reason: str) -> str:
 
 
 def _why_not_met(reason: str) -> str:
+    """Explain the reason of torch why this rank could not connect to rank 0."""
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
         return (

@@ -93,34 +93,47 @@ def evaluate_weights(
     with world.fail_together():
         _check_finite(by_set, loaded, config.train.precision)
 
-    is_foreign = bool(loaded.notes) or loaded.class_names is None
-    lines = loaded.report(notes) if is_foreign else [*notes]
-    accuracy = by_set[VAL][1].accuracy
-    as_json: dict[str, Any] = {"num_images": split.num_samples, **_as_json(accuracy)}
-    lines += [str(accuracy), _calibration(accuracy)]
     # Labels are compared by number, so accuracy on different classes would look valid.
     mismatch = class_mismatch(loaded, split.class_names, split.num_classes)
+    if world.is_main:
+        if mismatch:
+            print(f"note: {mismatch}", file=out)
+        kind = f" ({loaded.which()})" if loaded.which() else ""
+        heading = (
+            f"{loaded.path}{kind} on {split.root} {split.name!r}: {split.num_samples} images at"
+            f" {config.model.size_text()}"
+        )
+        print("\n  ".join([heading, *_report(loaded, notes, by_set)]), file=out)
+
+    accuracy = by_set[VAL][1].accuracy
+    as_json: dict[str, Any] = {"num_images": split.num_samples, **_as_json(accuracy)}
     if mismatch:
         as_json["note"] = mismatch
-
     further_sets = {name: pair for name, pair in by_set.items() if name != VAL}
-    for name, (scored, evaluation) in further_sets.items():
-        lines.append(f"{name}: {scored.where()} of {scored.split.root}")
-        lines.append(f"  {evaluation.accuracy}; {_calibration(evaluation.accuracy)}")
     if further_sets:
         as_json["sets"] = {
             name: {**_as_json(evaluation.accuracy), "num_skipped": scored.num_skipped}
             for name, (scored, evaluation) in further_sets.items()
         }
-
-    if world.is_main:
-        kind = f" ({loaded.which()})" if loaded.which() else ""
-        heading = f"{loaded.path}{kind} on {split.root} {split.name!r}"
-        lines.insert(0, f"{heading}: {split.num_samples} images at {config.model.size_text()}")
-        if mismatch:
-            print(f"note: {mismatch}", file=out)
-        print("\n  ".join(lines), file=out)
     return Result(as_json, by_set)
+
+
+def _report(
+    loaded: LoadedWeights, adaptations: list[str], by_set: dict[str, tuple[EvalSet, Evaluation]]
+) -> list[str]:
+    """Return the lines that describe the weights and the results on all sets."""
+    is_foreign = bool(loaded.notes) or loaded.class_names is None
+    lines = loaded.report(adaptations) if is_foreign else [*adaptations]
+    for name, (scored, evaluation) in by_set.items():
+        accuracy = evaluation.accuracy
+        if name == VAL:
+            lines += [str(accuracy), _calibration(accuracy)]
+        else:
+            lines += [
+                f"{name}: {scored.where()} of {scored.split.root}",
+                f"  {accuracy}; {_calibration(accuracy)}",
+            ]
+    return lines
 
 
 def _evaluate_all(

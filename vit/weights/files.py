@@ -260,6 +260,7 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
 
 
 def _find(path: Path) -> Path:
+    """Return the weights to read for a local path. For a run, these are the latest."""
     if not path.is_dir() or (path / INFO_FILE).is_file():
         return path
 
@@ -271,26 +272,27 @@ def _find(path: Path) -> Path:
         candidates.insert(0 if is_newer else len(candidates), folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
 
-    if not candidates and (path / METRICS_FILE).exists():
+    if candidates:
+        return candidates[0]
+
+    if (path / METRICS_FILE).exists():
         raise WeightsError(
             f"{path} has no weights: the run has not saved any yet, or weights/ and checkpoints/"
             " have been removed"
         )
-
-    if not candidates:
-        # `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
-        candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
-        if len(candidates) > 1:
-            raise WeightsError(
-                f"{path} contains {few(sorted(file.name for file in candidates))}: pass the path of"
-                " one of these files"
-            )
-    if not candidates:
+    # `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
+    files = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
+    if len(files) > 1:
+        raise WeightsError(
+            f"{path} contains {few(sorted(file.name for file in files))}: pass the path of one of"
+            " these files"
+        )
+    if not files:
         raise WeightsError(
             f"{path}: expected a run folder (with weights/ or checkpoints/), a checkpoint folder,"
             f" or a Hugging Face folder (with {HUB_FILES[0]})"
         )
-    return candidates[0]
+    return files[0]
 
 
 def _step_of(path: Path) -> int:
@@ -454,6 +456,7 @@ def _with_facts(
 
 
 def _from_checkpoint(folder: Path) -> LoadedWeights:
+    """Read the weights of a checkpoint folder: their average if it has one."""
     try:
         info = checked_info(folder)
         facts = info["facts"]

@@ -49,8 +49,10 @@ def is_hub_name(path: str | os.PathLike[str]) -> bool:
 def in_words(source: Mapping[str, str]) -> str:
     """Return the repository, commit and license as a phrase for messages."""
     license = source.get("license", "not stated")
-    commit = source["commit"][:12]
-    return f"{source['repository']} on the Hugging Face hub, commit {commit}, license {license}"
+    return (
+        f"{source['repository']} on the Hugging Face hub, commit {source['commit'][:12]}, license"
+        f" {license}"
+    )
 
 
 def fetch(name: str) -> HubCopy:
@@ -68,6 +70,25 @@ def fetch(name: str) -> HubCopy:
         )
 
     repository, revision = parts.groups()
+    folder = _download(name, repository, revision)
+    if not any((folder / name).exists() for name in WEIGHTS_FILES):
+        raise WeightsError(
+            f"{name}: {repository} has no model.safetensors, and pickles are not fetched because"
+            " they can run code: use another copy of the model, such as timm's"
+            " (https://huggingface.co/timm)"
+        )
+
+    return HubCopy(
+        folder,
+        {"repository": repository, "commit": folder.name} | _license(repository, folder.name),
+    )
+
+
+def _download(name: str, repository: str, revision: str | None) -> Path:
+    """Return the folder of a repository in the hub's cache, after fetching what it lacks.
+
+    name: the name that the user gave, for messages. Raises WeightsError.
+    """
     try:
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
@@ -78,9 +99,7 @@ def fetch(name: str) -> HubCopy:
 
     hub = constants.ENDPOINT
     try:
-        folder = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED))
-        )
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED)))
     except errors.RevisionNotFoundError:
         raise WeightsError(
             f"{name}: {repository} has no revision {revision}: use a branch, a tag or a commit"
@@ -107,18 +126,6 @@ def fetch(name: str) -> HubCopy:
             f" {repository} --local-dir DIR` on a machine with access and pass DIR instead of the"
             " name (init.checkpoint=DIR), or set HF_HOME to a cache with this repository"
         ) from None
-
-    if not any((folder / name).exists() for name in WEIGHTS_FILES):
-        raise WeightsError(
-            f"{name}: {repository} has no model.safetensors, and pickles are not fetched because"
-            " they can run code: use another copy of the model, such as timm's"
-            " (https://huggingface.co/timm)"
-        )
-
-    return HubCopy(
-        folder,
-        {"repository": repository, "commit": folder.name} | _license(repository, folder.name),
-    )
 
 
 def _license(repository: str, commit: str) -> dict[str, str]:

@@ -91,7 +91,7 @@ def fit_positions(
     if new_grid is None or not fits:
         return []  # `load_weights` reports the different shapes.
 
-    own = shape[1] - math.prod(new_grid)
+    num_own = shape[1] - math.prod(new_grid)
     tokens = _prefix_tokens(source, target)
     possible = readings(source, target, new_grid, grid)
     if not possible and _tokens_differ(source, target):
@@ -107,24 +107,25 @@ def fit_positions(
             f" {possible[0]}, but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
         )
 
-    if num_prefix > own:
-        for name in (n for n, last in _last_positions(tokens).items() if last <= num_prefix):
-            of_token, positions = positions.tensor_split([tokens[name].shape[1]], dim=1)
-            source[name] = tokens[name] + of_token.to(tokens[name].dtype)
+    if num_prefix > num_own:
+        for name, last_position in _last_positions(tokens).items():
+            if last_position <= num_prefix:
+                of_token, positions = positions.tensor_split([tokens[name].shape[1]], dim=1)
+                source[name] = tokens[name] + of_token.to(tokens[name].dtype)
         notes.append(
             f"the model has no positions for the {_prefix(num_prefix)}: added the source's to the"
             " tokens"
         )
-    elif num_prefix < own:
-        positions = torch.cat((positions.new_zeros(1, own, shape[2]), positions), dim=1)
-        notes.append(f"the source has no positions for the {_prefix(own)}: zeros are used")
+    elif num_prefix < num_own:
+        positions = torch.cat((positions.new_zeros(1, num_own, shape[2]), positions), dim=1)
+        notes.append(f"the source has no positions for the {_prefix(num_own)}: zeros are used")
 
     if old_grid != tuple(new_grid):
         notes.append(
             f"positions resampled from {old_grid[0]}x{old_grid[1]} to {new_grid[0]}x{new_grid[1]}"
             " (bicubic, antialiased)"
         )
-    source["pos_embed"] = resample_posemb(positions, old_grid, new_grid, own)
+    source["pos_embed"] = resample_posemb(positions, old_grid, new_grid, num_own)
     return notes
 
 
