@@ -74,7 +74,7 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
 
     is_left = np.ones(total, np.bool_)
     is_excluded = np.zeros(total, np.bool_)
-    parts: list[str] = []
+    exclusions: list[str] = []
     if selection.exclude is not None:
         note = _exclude(Path(selection.exclude), split, is_excluded, name)
         num_excluded = int(is_excluded.sum())
@@ -82,26 +82,26 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         if not keep_places:
             is_left = ~is_excluded
         effect = "rows without weight" if keep_places else "which changes all batches"
-        parts.append(f"{num_excluded:,} by {name}exclude ({effect}{note})")
+        exclusions.append(f"{num_excluded:,} by {name}exclude ({effect}{note})")
 
     numbers = np.flatnonzero(is_left).astype(np.min_scalar_type(total))
     labels = split.index["label"]
     has_subset = selection.fraction is not None or selection.samples_per_class is not None
     if has_subset and len(numbers):
-        before = len(numbers)
+        num_before = len(numbers)
         numbers = _subset(numbers, labels, selection)
         setting = (
             f"samples_per_class={selection.samples_per_class}"
             if selection.fraction is None
             else f"fraction={selection.fraction:g}"
         )
-        parts.append(f"{before - len(numbers):,} by {name}{setting}")
+        exclusions.append(f"{num_before - len(numbers):,} by {name}{setting}")
 
     new_labels = dict.fromkeys(numbers[is_excluded[numbers]].tolist(), HOLE)
     used = numbers[~is_excluded[numbers]]
     summary = f"{len(used):,} of {total:,} samples of {_name(split)}"
-    if parts:
-        summary += f"; excluded: {', '.join(parts)}"
+    if exclusions:
+        summary += f"; excluded: {', '.join(exclusions)}"
     if not len(used):
         raise ShardError(f"{summary}; no sample is left for training")
 
@@ -129,6 +129,7 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
 
 
 def _exclude(path: Path, split: Split, is_excluded: NDArray[np.bool_], name: str) -> str:
+    """Set `is_excluded` for the samples with the listed keys and labels. Return a note."""
     keys, labels = _read_exclude(path, split, name)
     # data_prep does not write the samples in its own list of skipped samples, so allow missing
     # keys in that list.
@@ -179,6 +180,7 @@ def count_labels(
 def _subset(
     numbers: NDArray[np.integer], labels: NDArray[np.integer], selection: Selection
 ) -> NDArray[np.integer]:
+    """Return the samples of `numbers` that belong to the fraction or number per class, in order."""
     keys = fold_numbers(partial(fold, selection.subset_seed), numbers)
     if selection.fraction is not None and selection.fraction_of == "all":
         return numbers[are_ranked(keys, 0, max(round(selection.fraction * len(numbers)), 1))]
@@ -186,6 +188,7 @@ def _subset(
     own_labels = labels[numbers]
     by_class = np.argsort(own_labels, kind="stable")
     taken = []
+    # Split where the label changes, so that each part contains the samples of one class.
     for members in np.split(by_class, np.flatnonzero(np.diff(own_labels[by_class])) + 1):
         count = min(selection.samples_per_class or len(members), len(members))
         if selection.fraction is not None:
@@ -276,6 +279,7 @@ def _label_of(text: str, split: Split) -> int:
 
 
 def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
+    """Return the sample numbers of each key that exists."""
     num_keys = Counter(idx_name(key) for key in keys)
     numbers = defaultdict[str, list[int]](list)
     for number, name in enumerate(_idx_names(split)):
@@ -325,6 +329,7 @@ def _idx_names(split: Split) -> Iterator[str]:
         # Reading a field of one row in a structured array takes a microsecond, so convert to lists.
         offsets, sizes = (split.index[name][first:stop].tolist() for name in ("offset", "size"))
         for number, line in enumerate(lines):
+            # A line lists suffix, offset, size and name of each member.
             fields = line.split(" ")
             image = [str(offsets[number]), str(sizes[number])]
             members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)

@@ -38,8 +38,7 @@ class PlaceBatches(Batches):
 
     def num_filled(self, position: int) -> int:
         """Return the number of rows in the batch at `position` that are not padding."""
-        start = position * self.layout.num_rows
-        return min(len(self.places) - start, self.layout.num_rows)
+        return min(len(self.places) - position * self.layout.num_rows, self.layout.num_rows)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Fill `rows`, which start at row `first` of the batch at `position`.

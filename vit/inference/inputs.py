@@ -97,7 +97,7 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
     inputs = Inputs()
     problems = []
     for argument in arguments:
-        before = len(inputs.places)
+        num_before = len(inputs.places)
         try:
             if argument == FROM_STDIN and stdin is not None:
                 for name in _listed_names(stdin):
@@ -106,7 +106,7 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
                 raise ValueError(f"{argument}: no such file or folder")
             else:
                 _add(argument, inputs)
-                if len(inputs.places) == before:
+                if len(inputs.places) == num_before:
                     kind = "folder" if os.path.isdir(argument) else "tar"
                     suffixes = " ".join(EXTENSIONS)
                     others = f"; {inputs.summary()}" if inputs.skipped else ""
@@ -159,6 +159,7 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
 
 
 def _add_folder(folder: str, inputs: Inputs) -> None:
+    """Add the images and tars of a folder and of all folders below it, in order of their names."""
     pending = [(folder, frozenset[str]())]
     while pending:
         current, parents = pending.pop()
@@ -202,6 +203,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _add_tar(path: str, inputs: Inputs) -> None:
+    """Add the images in a tar, without reading them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         for member in walk(pread(descriptor), 0, os.fstat(descriptor).st_size):
@@ -210,8 +212,7 @@ def _add_tar(path: str, inputs: Inputs) -> None:
             if member.name.lower().endswith(EXTENSIONS):
                 inputs.places.append(ImagePlace(path, member.name, member.offset, member.size))
             else:
-                suffix = os.path.splitext(member.name)[1]
-                inputs.skipped[suffix or "without a suffix"] += 1
+                inputs.skipped[os.path.splitext(member.name)[1] or "without a suffix"] += 1
     except TarDamaged as error:
         raise ValueError(f"{path}: {error}; copy it again") from None
     finally:

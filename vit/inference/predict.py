@@ -79,9 +79,14 @@ def predict(
     unread: Predictions | None = None
     with loader:
         for position, batch in enumerate(loader):
-            first = position * batches.layout.num_rows
-            filled = batches.num_filled(position)
-            queued = _queue(trained, batch, first, filled, top=top, num_pixels=num_pixels)
+            queued = _queue(
+                trained,
+                batch,
+                position * batches.layout.num_rows,
+                batches.num_filled(position),
+                top=top,
+                num_pixels=num_pixels,
+            )
             if unread is not None:
                 yield _read(unread)
             unread = queued

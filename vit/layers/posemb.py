@@ -21,9 +21,8 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
         )
 
     # Computed in float64, and rounded once at the end.
-    num_frequencies = dim // 4
-    exponents = torch.arange(num_frequencies, dtype=torch.float64) / (num_frequencies - 1)
-    frequencies = 10_000.0**-exponents
+    quarter = dim // 4
+    frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
     rows, columns = (torch.arange(n, dtype=torch.float64) for n in grid_size)
     y, x = torch.meshgrid(rows, columns, indexing="ij")
     x = x.reshape(-1, 1) * frequencies

@@ -94,6 +94,7 @@ class Round:
         images.copy_(images.flip(-1))
 
     def _change_levels(self, images: Tensor, numbers: Tensor) -> None:
+        """Apply the operations that map levels to levels, with one table per image and channel."""
         levels = images.flatten(2).long()
         host_tables = self._tables[self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)]
         tables = host_tables[:, None].expand(-1, images.shape[1], -1)
@@ -119,6 +120,7 @@ class Round:
         pixel_ops.affine_nearest(images, numbers[:, :6], fill, out=images)
 
     def _change_floats(self, images: Tensor, numbers: Tensor) -> None:
+        """Apply the operations that compute with floating-point numbers, kind by kind."""
         floats = images.float()
         for first, last, change in (
             (Kind.WARP, Kind.WARP, self._warp),
@@ -164,8 +166,7 @@ class Round:
             # `smooth` does not write the border, so start with a copy of the image.
             bases.append(floats[sharp.start :])
 
-        shape = floats.shape[1:]
-        base_images = torch.cat([base.expand(-1, *shape) for base in bases])
+        base_images = torch.cat([base.expand(-1, *floats.shape[1:]) for base in bases])
         for rows, rounding in ((sharp, 6), (tf_sharp, 0)):
             if rows.start < rows.stop:
                 pixel_ops.smooth(floats[rows], rounding, base_images[rows])

@@ -81,6 +81,7 @@ def _open_whole(
     is_checked: bool,
     versions: Sequence[Sequence[Any]] | None,
 ) -> Split:
+    """Open an entire split, not a slice of it. See `open_split` for the parameters."""
     # 1. Find the shards, in this folder or at a URL.
     found = _find(root, split, storage)
     folder, described = found.folder, found.described
@@ -183,8 +184,7 @@ def check_shards(root: Path | str, split: str, storage: Storage) -> tuple[int, i
     """
     found = _find(root, split, storage)
     folder, described = found.folder, found.described
-    versions = _check_shards(folder, described, None)
-    sizes = [version.size for version in versions]
+    sizes = [version.size for version in _check_shards(folder, described, None)]
 
     if isinstance(folder, Path):
         path = folder / f"{split}.index.npy"

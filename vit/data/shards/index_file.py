@@ -204,8 +204,9 @@ def left_out(tar: Path) -> set[int]:
         return set()
 
     check_types(sidecar, SIDECAR, path)
-    entries = sidecar.get("quarantined", [])
-    return {entry["tar_offset"] for entry in entries if "tar_offset" in entry}
+    return {
+        entry["tar_offset"] for entry in sidecar.get("quarantined", []) if "tar_offset" in entry
+    }
 
 
 def describe_altered(tar: Path) -> str:

@@ -127,6 +127,7 @@ class LocalTars:
         _close(self._fds)
 
     def _open(self, shards: Sequence[int]) -> None:
+        """Open the shards that are not open yet, as far as the limit on open files allows."""
         missing = [shard for shard in shards if shard not in self._fds]
         missing = missing[: max(self._max_open() - len(self._fds), 0)]
         if not missing:

@@ -177,25 +177,29 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
     possible label, the advice lists the options that would accept them. Possible labels are
     members and fields named in LABEL_WORDS, or else integers and class names.
     """
-    text = ""
+    fields_note = ""
     values: dict[str, Any] = {}
     images = [suffix for suffix in members if suffix.rpartition(".")[2] in MORE_IMAGES]
     for suffix in (suffix for suffix in members if suffix not in images):
         content = _parsed(members[suffix][:MAX_LABEL_BYTES])
         if isinstance(content, dict) and content:
-            text += f"; its .{suffix} has the fields {escape_to_one_line(', '.join(content)[:200])}"
+            fields_note += (
+                f"; its .{suffix} has the fields {escape_to_one_line(', '.join(content)[:200])}"
+            )
             values |= {f"{suffix}:{field}": value for field, value in content.items()}
         else:
             values[suffix] = members[suffix][:MAX_LABEL_BYTES].decode("utf-8-sig", "replace")
 
-    valid = {
+    valid_labels = {
         label
         for label, value in values.items()
         if as_integer(value) is not None or str(value).strip() in layout.class_names
     }
-    texts = {label for label, value in values.items() if isinstance(value, str) and value.strip()}
+    nonempty = {
+        label for label, value in values.items() if isinstance(value, str) and value.strip()
+    }
     named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
-    labels = named & (valid | texts) or valid
+    labels = named & (valid_labels | nonempty) or valid_labels
 
     if len(images) == len(members) == 1 and names is FLAGS:
         return (
@@ -206,12 +210,12 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
     if len(images) == len(labels) == 1:
         [image] = images
         [label] = labels
-        start = image[: image.rfind(".") + 1]
-        has_dots = start != "" and label.startswith(start)  # for example a.1.jpg, a.1.cls
+        prefix = image[: image.rfind(".") + 1]
+        has_dots = prefix != "" and label.startswith(prefix)  # for example a.1.jpg, a.1.cls
         if has_dots and names is SETTINGS:
-            return f"{text}; try {names.keys_with_dots}"
+            return f"{fields_note}; try {names.keys_with_dots}"
         if has_dots:
-            image, label_option = image.removeprefix(start), label.removeprefix(start)
+            image, label_option = image.removeprefix(prefix), label.removeprefix(prefix)
         else:
             label_option = label
 
@@ -222,15 +226,15 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
             options.append(f"{names.label}{shlex.quote(label_option)}")
         if has_dots:
             options.append(names.keys_with_dots)
-        if label not in valid and not layout.class_names:
+        if label not in valid_labels and not layout.class_names:
             options.append(names.class_names)
         if options:
-            return f"{text}; try {escape_to_one_line(' '.join(options))}"
+            return f"{fields_note}; try {escape_to_one_line(' '.join(options))}"
 
     if len(images) > 1 and all("." in suffix for suffix in members):
         return f"; their names contain dots: try {names.keys_with_dots}"
     return (
-        f"{text}. Repair such samples, move the shard away, or describe other layouts with"
+        f"{fields_note}. Repair such samples, move the shard away, or describe other layouts with"
         f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"
         f" {names.keys_with_dots}, and labels that are names with {names.class_names}"
     )
@@ -249,6 +253,7 @@ _ABSENT = object()
 
 
 def _json_field(data: bytes, suffix: str, field: str) -> object:
+    """Return the value of a field, such as `label` or `annotation.label`."""
     try:
         content = json.loads(data)
     except ValueError as error:

@@ -109,6 +109,7 @@ def _members(
 
 
 def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
+    """Return (width, height), and read the entire image only if its beginning does not suffice."""
     for num_bytes in (min(HEAD_BYTES, image.size), image.size):
         try:
             width, height = read_image_size(read(num_bytes, image.offset))
@@ -193,8 +194,8 @@ def survey_tar(
         members = _members(pread(fd), end, layout, survey.ignored)
         for key, run in itertools.groupby(members, key=lambda member: member[0]):
             group = list(run)
-            first = group[0][1]
-            if first.offset in left_out:
+            first_member = group[0][1]
+            if first_member.offset in left_out:
                 continue
             last_error = None
             try:
@@ -202,7 +203,9 @@ def survey_tar(
             except InvalidSample as error:
                 last_error = error
                 first_unfit = first_unfit or group
-                survey.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
+                survey.unfit.append(
+                    LeftOut(key, first_member.name, first_member.offset, str(error))
+                )
 
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
