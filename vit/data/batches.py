@@ -446,6 +446,7 @@ class EvalBatches(FromShards, Batches):
         return ()
 
     def _decode(self, sample: int, view: Tensor) -> None:
+        """Decode the evaluation view of a sample into `view`. Raises ShardError."""
         data = self.read(sample)
         stages.current.enter(Stage.DECODE)
         try:

@@ -119,6 +119,7 @@ def open_sets(
 def _create_set(
     name: str, chosen: EvalSetConfig, split: Split, model: ModelClasses, world: World
 ) -> EvalSet:
+    """Return a set. With `classes: all`, its labels become the model's class numbers."""
     columns = _find_columns(split, model)
     accepted = None
     if chosen.labels is not None:

@@ -176,6 +176,10 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.close()
 
     def _receive(self, position: int) -> Batch:
+        """Return the batch at `position` when all of its parts are done.
+
+        Raises the error of its first part that failed.
+        """
         # Process earlier results first, so that this work does not count as waiting.
         self._note(self._pool.results(wait=False))
 

@@ -78,6 +78,7 @@ def _place(split: Split) -> tuple[str, str]:
 def _same_checksums(
     source: Split, chosen: NDArray[np.integer] | None, split: Split
 ) -> NDArray[np.bool_]:
+    """Return whether each image of `split` has the checksum of a chosen image of `source`."""
     keys, places = np.unique(image_keys(split.index), return_inverse=True)
     is_trained = np.zeros(len(keys), np.bool_)
     for start in range(0, source.num_samples if chosen is None else len(chosen), CHUNK_ROWS):

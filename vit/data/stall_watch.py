@@ -84,6 +84,7 @@ class StallWatch:
             self._warn(name)
 
     def _warn(self, name: Callable[[int], str]) -> None:
+        """Log which workers the batch waits for: those that are stuck, else those that are busy."""
         numbers = range(len(self._statuses))
         stuck = [n for n in numbers if self.stuck_s[n] >= 0.9 * self.warn_after_s]
         busy = [n for n in numbers if self._statuses[n].stage != Stage.IDLE]

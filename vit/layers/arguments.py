@@ -97,6 +97,7 @@ def _size_problems(image_size: tuple[int, int], patch_size: tuple[int, int]) -> 
 
 
 def _head_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the problem if the heads cannot divide `embed_dim`."""
     embed_dim = arguments["embed_dim"]
     num_heads = arguments["num_heads"]
     pools = arguments["global_pool"] == "map"

@@ -167,6 +167,7 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
 
 
 def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata, and check the hash of the file if it has one."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -211,6 +212,7 @@ def _open_zip(path: Path) -> Any:
 
 
 def _open_npz(path: Path) -> dict[str, Tensor]:
+    """Return the arrays of numbers as tensors. All other arrays are ignored."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -232,6 +234,7 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _open_torch(path: Path, mapped: bool, protocol: int = 2) -> Any:
+    """Open a file of `torch.save` without running code in it. protocol: its pickle protocol."""
     # torch.load would choose the format by the suffix ".safetensors". Passing the open file
     # prevents that, but an open file cannot be memory-mapped.
     misnamed = path.suffix == ".safetensors"

@@ -99,6 +99,7 @@ class WeightsLayout:
 
 
 def _torchvision() -> WeightsLayout:
+    """Describe the names of torchvision's VisionTransformer."""
     block = "encoder.layers.encoder_layer_{n}"
     return WeightsLayout(
         "torchvision",
@@ -130,6 +131,7 @@ def _torchvision() -> WeightsLayout:
 
 
 def _huggingface() -> WeightsLayout:
+    """Describe the names of transformers' ViTForImageClassification and ViTModel."""
     block = "vit.encoder.layer.{n}"
     attention = f"{block}.attention"
     qkv = tuple(f"{attention}.attention.{name}.{{p}}" for name in ("query", "key", "value"))
@@ -167,6 +169,7 @@ def _huggingface() -> WeightsLayout:
 
 
 def _npz() -> WeightsLayout:
+    """Describe the `.npz` files of google-research/vision_transformer and big_vision."""
     block = "Transformer/encoderblock_{n}"
     attention = f"{block}/MultiHeadDotProductAttention_1"
     kernels = tuple(f"{attention}/{name}/kernel" for name in ("query", "key", "value"))
@@ -223,6 +226,7 @@ def _npz() -> WeightsLayout:
 
 
 def _mmpretrain() -> WeightsLayout:
+    """Describe the names of mmpretrain's VisionTransformer."""
     block = "layers.{n}"
     return WeightsLayout(
         "mmpretrain",

@@ -158,6 +158,7 @@ accuracies are not published as counts of images."""
 
 
 def _read_timm_row(row: str) -> KnownModel:
+    """Read a row of timm's models: name, crop_pct, top-1, top-5 and file names."""
     name, crop_pct, top1, top5, *files = row.split()
     architecture = name.partition(".")[0]
     side = int(architecture.rpartition("_")[2])
@@ -176,6 +177,7 @@ def _read_timm_row(row: str) -> KnownModel:
 
 
 def _read_other_row(row: str) -> KnownModel:
+    """Read a row of MAE's or torchvision's models, which have one file each."""
     file, model, side, resized, interpolation, top1, top5 = row.split()
     is_mae = file.startswith("mae_")
     stem = file.removesuffix(".pth").partition("-")[0]

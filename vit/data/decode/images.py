@@ -158,6 +158,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _why_not(data: bytes, error: Exception) -> str:
+    """Return the reason why Pillow cannot open `data`; for an unexpected error, its own text."""
     if not data:
         return "0 bytes"
     if data.startswith(b"\xff\xd8"):
@@ -252,6 +253,7 @@ def _reasons() -> Iterator[None]:
 
 
 def _load(image: Image.Image, mode: str) -> None:
+    """Decode the pixels, and check that their number agrees with the headers."""
     size = image.size
     if mode == "L" and _is_jpeg(image):
         image.draft("L", None)  # read the stored luma, as the other decoders do
@@ -431,6 +433,7 @@ def undecodable(data: bytes, reason: ValueError) -> ValueError:
 
 
 def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] | None) -> None:
+    """Raise ValueError if the size differs from the index, or if the crop is not in the image."""
     left, top, width, height = box
     if expected is not None and expected != actual:
         raise ValueError(

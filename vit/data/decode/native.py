@@ -131,6 +131,7 @@ def stamp_of(sources: Path) -> str:
 
 
 def _decodes_correctly(library: ctypes.CDLL) -> bool:
+    """Compare a window of a small image, without and with restart markers, with simplejpeg's."""
     y, x = np.mgrid[:50, :150]
     image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
     plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
@@ -151,6 +152,7 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 
 
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
+    """Return the library, or None and the reason, which is None if the user turned it off."""
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
 
