@@ -38,6 +38,7 @@ import numpy as np
 from data_prep.command import MAX_UNREADABLE_FLAG, WORKERS_FLAG, command_line
 from data_prep.errors import NEXT_LINE, PrepError, counted, share_to_allow
 from data_prep.read.class_names import NO_FLAGS, IndexFlags, choose_layout
+from data_prep.read.download import WebShards
 from data_prep.read.split_names import split_of
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
@@ -61,6 +62,7 @@ from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.writer import write_quarantine
 from vit.data.shards import info_file
 from vit.data.shards.index_file import save_index
+from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import describe_ignored
 from vit.system.files import remove_leftovers
 from vit.system.redact import escape_to_one_line
@@ -88,37 +90,26 @@ def index(
     source, names = locate(roots)
     output = choose_output(source, out)
     given_info, own_info = read_infos(source, output, names is not None)
-    if given_info is not None and names is None:
-        splits = tars_by_split(given_info)
-        if split and set(splits) != {split}:
-            raise PrepError(
-                f"{source}: --split is {split}, but _info.json lists {', '.join(splits)}"
-            )
-    else:
-        files = names or (sorted(source.sizes()) if isinstance(source, Output) else [])
-        splits = group_by_split(files, str(source), split)
-
+    splits = _choose_splits(source, names, given_info, split)
     if own_info is not None and tars_by_split(own_info) != splits:
         raise PrepError(
             f"{output}: its _info.json lists different shards from those given: move _info.json"
             " away, or choose another --out"
         )
 
-    split_of_tar = {name: split for split, listed in splits.items() for name in listed}
+    split_of_tar: dict[str, str] = {}
+    for name, filenames in splits.items():
+        split_of_tar |= dict.fromkeys(filenames, name)
     tars = list(split_of_tar)
     check_present(source, tars)
+
     first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
+    recorded_info = own_info or given_info
     layout, class_names = choose_layout(
-        flags, own_info or given_info, str(output if own_info else source), first_tar
+        flags, recorded_info, str(output if own_info else source), first_tar
     )
 
-    rows_of = {} if output is source and output.local else known_rows(output, own_info)
-    jobs = [
-        (index_shard, IndexedShard(source, output, name, split, layout, rows_of.get(name)), name)
-        for name, split in split_of_tar.items()
-    ]
-    indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
-
+    indexed = _index_shards(source, output, split_of_tar, layout, own_info, workers)
     sidecars = {name: indexed[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
     invalid = [each for each in entries if "tar_offset" in each]  # Our writer adds no offsets.
@@ -126,16 +117,10 @@ def index(
     for info in (given_info, own_info):
         if info is not None:
             compare_shards(output, info, indexed)
-    classes = choose_classes(own_info or given_info, class_names, indexed)
+    classes = choose_classes(recorded_info, class_names, indexed)
 
-    with output.staging() as folder:
-        for name, filenames in splits.items():
-            rows = [indexed[filename].rows for filename in filenames]
-            save_index(folder / f"{name}.index.npy", rows)
-            output.publish(folder / f"{name}.index.npy")
-            print(f"{name}: {sum(map(len, rows)):,} samples in {len(rows)} shards")
+    _write_split_indexes(output, splits, indexed)
     write_quarantine(output, entries)
-
     info = own_info
     if info is None:
         extra: dict[str, Any] = {} if output is source else {"shards_at": bare(str(source))}
@@ -153,6 +138,58 @@ def index(
     print(f"{output}: indexed, {counted(num_classes, 'class', 'classes')}{agreement}")
     _print_notes(output, splits, invalid, indexed, num_classes)
     _print_use(output, list(splits), num_classes, is_ours=output is not source)
+
+
+def _choose_splits(
+    source: Output | WebShards,
+    names: list[str] | None,
+    info: dict[str, Any] | None,
+    split: str | None,
+) -> dict[str, list[str]]:
+    """Return the tars of each split, from the `_info.json` of `source` or from the tars' names.
+
+    Args:
+        names: The tars, if the user listed them.
+        info: The `_info.json` of `source`.
+        split: The split of all tars, if the user gave one.
+    """
+    if info is None or names is not None:
+        files = names or (sorted(source.sizes()) if isinstance(source, Output) else [])
+        return group_by_split(files, str(source), split)
+
+    splits = tars_by_split(info)
+    if split and set(splits) != {split}:
+        raise PrepError(f"{source}: --split is {split}, but _info.json lists {', '.join(splits)}")
+    return splits
+
+
+def _index_shards(
+    source: Output | WebShards,
+    output: Output,
+    split_of_tar: dict[str, str],
+    layout: SampleLayout,
+    own_info: dict[str, Any] | None,
+    workers: int,
+) -> dict[str, Indexed]:
+    """Read the shards in worker processes. Rows of a previous index in `output` are reused."""
+    rows_of = {} if output is source and output.local else known_rows(output, own_info)
+    jobs = []
+    for name, split in split_of_tar.items():
+        shard = IndexedShard(source, output, name, split, layout, rows_of.get(name))
+        jobs.append((index_shard, shard, name))
+    return run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
+
+
+def _write_split_indexes(
+    output: Output, splits: dict[str, list[str]], indexed: dict[str, Indexed]
+) -> None:
+    """Write `<split>.index.npy` for each split, and print the split's size."""
+    with output.staging() as folder:
+        for split, filenames in splits.items():
+            rows = [indexed[filename].rows for filename in filenames]
+            save_index(folder / f"{split}.index.npy", rows)
+            output.publish(folder / f"{split}.index.npy")
+            print(f"{split}: {sum(map(len, rows)):,} samples in {len(rows)} shards")
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
@@ -212,7 +249,8 @@ def _print_repeated(
         _, counts = np.unique(
             np.concatenate([indexed[name].keys for name in names]), return_counts=True
         )
-        if repeated := np.count_nonzero(counts > 1):
+        repeated = np.count_nonzero(counts > 1)
+        if repeated:
             print(
                 f"note: {repeated:,} keys of {split} occur more than once: `python -m"
                 f" data_prep.verify {quote(str(output))}` lists them"

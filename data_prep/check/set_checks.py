@@ -38,9 +38,8 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
     listed = Counter(tars_of(data.info))
 
     # Earlier versions of data_prep did not record hashes.
-    if "info_sha256" in data.info or any(
-        "sidecars_sha256" in part.described for part in data.parts
-    ):
+    has_split_hash = any("sidecars_sha256" in part.described for part in data.parts)
+    if "info_sha256" in data.info or has_split_hash:
         yield from _check_sealed(data)
 
     for name, count in listed.items():
@@ -48,6 +47,18 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
             yield ShardFinding(
                 "files", "_info.json", f"lists {name} {count} times; restore it from its source"
             )
+    yield from _report_other_files(data, set(listed))
+
+    sizes = _sizes(data, list(listed))
+    for part in data.parts:
+        for number, name in enumerate(part.filenames):
+            yield from _check_recorded(data, part, number, sizes[name])
+        yield from _check_sidecars(data, part)
+        yield from _open_index(data, part)
+
+
+def _report_other_files(data: DataSet, listed: set[str]) -> Iterator[ShardFinding]:
+    """Report tars that `_info.json` does not list, and temporary files."""
     for path in sorted(data.root.rglob("*.tar")):
         name = str(path.relative_to(data.root))
         if name not in listed:
@@ -57,6 +68,7 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
                 "not in _info.json, but tools that read all tars of a folder would read it; move"
                 " it away",
             )
+
     for path in sorted(data.root.iterdir()):
         if path.name.endswith((".tmp", ".rows.npy")) or path.name in ("_writing.json", "_spool"):
             yield ShardFinding(
@@ -66,23 +78,20 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
                 fails=False,
             )
 
-    if data.tars_at is None:
-        sizes = {
-            name: (data.root / name).stat().st_size if (data.root / name).exists() else "missing"
-            for name in listed
-        }
-    else:
-        versions = RemoteFolder(data.tars_at).stats(list(listed))
-        sizes = {
-            name: version.size if isinstance(version, Version) else version
-            for name, version in zip(listed, versions, strict=True)
-        }
 
-    for part in data.parts:
-        for number, name in enumerate(part.filenames):
-            yield from _check_recorded(data, part, number, sizes[name])
-        yield from _check_sidecars(data, part)
-        yield from _open_index(data, part)
+def _sizes(data: DataSet, names: list[str]) -> dict[str, int | str]:
+    """Return the size of each tar in bytes, or a text such as "missing"."""
+    sizes: dict[str, int | str] = {}
+    if data.tars_at is None:
+        for name in names:
+            path = data.root / name
+            sizes[name] = path.stat().st_size if path.exists() else "missing"
+        return sizes
+
+    versions = RemoteFolder(data.tars_at).stats(names)
+    for name, version in zip(names, versions, strict=True):
+        sizes[name] = version.size if isinstance(version, Version) else version
+    return sizes
 
 
 def _check_sealed(data: DataSet) -> Iterator[ShardFinding]:
@@ -125,29 +134,38 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
             "_info.json",
             f"lists {listed} images for {part.name}, but shards and quarantine have {total}",
         )
-    if not data.ours:
-        return
 
+    if data.ours:
+        yield from _check_own_sidecars(data, part, sidecars)
+
+
+def _check_own_sidecars(
+    data: DataSet, part: SplitFiles, sidecars: list[dict[str, Any]]
+) -> Iterator[ShardFinding]:
+    """Check the plan and the hashes that only this project's writer records."""
     plan = fingerprint(data.info)
     of_other_plans = [sidecar["filename"] for sidecar in sidecars if sidecar.get("plan") != plan]
-    without_hash = [name for name in part.filenames if part.sha256_of(name) is None]
-    for names, text in (
-        (
+    if of_other_plans:
+        yield _finding_of_shards(
+            part,
             of_other_plans,
             "source, options or catalog in _info.json differ from the recorded plan; restore"
             " _info.json or the sidecars",
-        ),
-        (
+        )
+
+    without_hash = [name for name in part.filenames if part.sha256_of(name) is None]
+    if without_hash:
+        yield _finding_of_shards(
+            part,
             without_hash,
             "no sha256 is recorded to compare the bytes with; restore _info.json and the sidecars",
-        ),
-    ):
-        if names:
-            yield ShardFinding(
-                "files",
-                part.name,
-                f"{counted(len(names), 'shard')}, the first is {names[0]}: {text}",
-            )
+        )
+
+
+def _finding_of_shards(part: SplitFiles, names: list[str], text: str) -> ShardFinding:
+    return ShardFinding(
+        "files", part.name, f"{counted(len(names), 'shard')}, the first is {names[0]}: {text}"
+    )
 
 
 def _check_recorded(
@@ -197,30 +215,33 @@ def _check_recorded(
 
 
 def _open_index(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
+    """Open the index of a split, and check its number of rows and its size."""
     path = data.root / f"{part.name}.index.npy"
 
     def finding(text: str) -> ShardFinding:
-        return ShardFinding("indexes", path.name, f"{text}{data.index_it}")
+        return ShardFinding("indexes", path.name, text)
 
     try:
         index = open_index(path)
     except FileNotFoundError:
-        yield finding("missing; ")
+        yield finding(f"missing; {data.index_it}")
         return
     except (ValueError, OSError, EOFError) as error:
-        yield finding(f"unreadable ({error}); delete it and ")
+        yield finding(f"unreadable ({error}); delete it and {data.index_it}")
         return
     if len(index) != part.num_samples:
         yield finding(
             f"{len(index):,} rows, but _info.json records {part.num_samples:,} samples; delete it"
-            " and "
+            f" and {data.index_it}"
         )
         return
 
     part.index = index
+    size = path.stat().st_size
     end = int(index.offset) + index.nbytes if isinstance(index, np.memmap) else 0
-    if (size := path.stat().st_size) != end:
-        yield finding(f"{counted(size - end, 'byte')} after its last row; delete it and ")
+    if size != end:
+        extra = counted(size - end, "byte")
+        yield finding(f"{extra} after its last row; delete it and {data.index_it}")
 
 
 def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:
