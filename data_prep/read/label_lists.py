@@ -80,6 +80,10 @@ class LabelList(NamedTuple):
             yield self.split_of_folder.get(parts[0], split), _joined(self.base, *parts), label
 
 
+ImagesOfList = dict[str, dict[str, list[str]]]
+"""Maps each split of a list to the paths of the images with each label."""
+
+
 class Listed(NamedTuple):
     """The images in lists of labels."""
 
@@ -218,50 +222,32 @@ def find_lists(
 def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
     """Return a list of labels, or why a list is not used, or "" for a text that is no list."""
     rows = list(islice(_rows(root, path), HEAD_ROWS))
-    folder, name = os.path.split(path.lower().replace("trainval", "train"))
-    in_name = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
-    splits = in_name or {split_of(os.path.basename(folder)) or ""}
-    split = splits.pop() if len(splits) == 1 else ""  # train_test_split.txt
+    split = _split_of_list(path)
 
     columns: Sequence[int] = range(max(map(len, rows), default=0))
     # The number of a class may be the name of an image as well.
     paths = [k for k in columns if all(map(_IMAGE.match, _column(rows[1:] or rows, k)))]
-    places = sorted(
-        chain.from_iterable(_places(root, found, path, split, rows, k) for k in paths or columns)
-    )
+    places: list[_Place] = []
+    for column in paths or columns:
+        places += _places(root, found, path, split, rows, column)
     if not places:
         is_list = any(map(_IMAGE.match, chain.from_iterable(rows)))
         return "do not name the images in a folder" if is_list else ""
 
-    *_, file, base = places[0]
+    places.sort()
+    file, base = places[0].column, places[0].base
     has_header = not (
         _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
         or any(cell.isdecimal() or "/" in cell or _IMAGE.match(cell) for cell in rows[0])
     )
     in_folders = all(map(_class_folder, map(_parts, _column(rows[has_header:], file))))
-    others = [column for column in range(len(rows[0])) if column != file]
-    # A table may begin with the numbers of its rows.
-    label, split_column = min(others, key=lambda k: (k < file, k), default=None), None
     if has_header:
-        values = {k: set(map(str.lower, _column(rows[1:], k))) for k in others}
-        splits_of_rows = [k for k in others if rows[0][k].lower() in SPLIT_COLUMNS]
-        split_column = next((k for k in splits_of_rows if values[k] <= SPLIT_WORDS.keys()), None)
-        # pandas writes the numbers of rows without a name.
-        names = [rows[0][k] for k in others if k != split_column and rows[0][k]]
-        usual = [name for name in names if name.lower() in LABEL_NAMES]
-        label = None
         place = os.path.join(str(root), path)
-
-        is_in_column = usual or label_column or not in_folders
-        if names and is_in_column:
-            column = choose_column(place, "--label-column", label_column, usual or names, rows[0])
-            label = rows[0].index(column)
-        elif names and "metadata." not in name:  # A metadata.csv may contain captions.
-            raise PrepError(
-                f"{place}: it is unclear whether the classes are the folders or in one of the"
-                f" columns {few(names)}: choose a column with --label-column, or use --layout to"
-                " ignore the lists"
-            )
+        label, split_column = _columns_in_header(place, rows, file, label_column, in_folders)
+    else:
+        # A table may begin with the numbers of its rows.
+        others = [column for column in range(len(rows[0])) if column != file]
+        label, split_column = min(others, key=lambda k: (k < file, k), default=None), None
 
     if not paths and label is not None:
         labels = _column(islice(_rows(root, path), int(has_header), None), label)
@@ -269,39 +255,113 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
             return ""
 
     split = "" if split_column is not None else split
-    start = len(base.split("/")) if base else 0
-    below = [each[start:][:1] for each in found.folders if is_inside("/".join(each), base)]
-    of_folders = {} if split or split_column is not None else splits_of_folders(chain(*below))
-    of_folders = of_folders if "train" in of_folders.values() else {}
-    is_by_folder = in_folders and (split or split_column is not None or of_folders)
-    if label is None and not is_by_folder:
+    of_folders = {} if split or split_column is not None else _splits_below(found, base)
+    has_splits = split or split_column is not None or of_folders
+    is_labeled = label is not None or (in_folders and has_splits)
+    if not is_labeled:
         return "contain no labels"
 
-    if len({place[:-1] for place in places[:2]}) < len(places[:2]):
+    # Places that differ only in the folder are equally good.
+    if len(places) > 1 and places[0][:-1] == places[1][:-1]:
         raise PrepError(
             f"{root}: the images that {path} names are in several folders:"
-            f" {base or 'SOURCE itself'} and {places[1][-1]}: move one of them away, or use"
+            f" {base or 'SOURCE itself'} and {places[1].base}: move one of them away, or use"
             " --layout to ignore the lists"
         )
     return LabelList(path, split, base, has_header, file, label, split_column, of_folders)
 
 
+def _split_of_list(path: str) -> str:
+    """Return the split in the name of a list, or else of its folder, or "" if it is unclear."""
+    folder, name = os.path.split(path.lower().replace("trainval", "train"))
+    in_name = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
+    splits = in_name or {split_of(os.path.basename(folder)) or ""}
+    return splits.pop() if len(splits) == 1 else ""  # train_test_split.txt
+
+
+def _columns_in_header(
+    place: str, rows: Sequence[list[str]], file: int, label_column: str | None, in_folders: bool
+) -> tuple[int | None, int | None]:
+    """Return the columns of labels and of splits in a list whose first row is a header.
+
+    Raises PrepError if several columns may contain the labels.
+
+    Args:
+        place: The path of the list for messages.
+        file: The column that names the images.
+        label_column: The name of the column of labels, if the user gave it.
+        in_folders: Whether the folders of the images may be the classes.
+    """
+    header = rows[0]
+    others = [column for column in range(len(header)) if column != file]
+    values = {k: set(map(str.lower, _column(rows[1:], k))) for k in others}
+    of_splits = [k for k in others if header[k].lower() in SPLIT_COLUMNS]
+    split_column = next((k for k in of_splits if values[k] <= SPLIT_WORDS.keys()), None)
+
+    # pandas writes the numbers of rows without a name.
+    names = [header[k] for k in others if k != split_column and header[k]]
+    usual = [name for name in names if name.lower() in LABEL_NAMES]
+    is_in_column = usual or label_column or not in_folders
+    if names and is_in_column:
+        name = choose_column(place, "--label-column", label_column, usual or names, header)
+        return header.index(name), split_column
+    if names and "metadata." not in os.path.basename(place).lower():
+        # A metadata.csv may contain captions.
+        raise PrepError(
+            f"{place}: it is unclear whether the classes are the folders or in one of the"
+            f" columns {few(names)}: choose a column with --label-column, or use --layout to"
+            " ignore the lists"
+        )
+    return None, split_column
+
+
+def _splits_below(found: Found, base: str) -> dict[str, str]:
+    """Return the splits that folders directly below `base` mean, or {} if none means train."""
+    depth = len(base.split("/")) if base else 0
+    inside = [folder for folder in found.folders if is_inside("/".join(folder), base)]
+    splits = splits_of_folders(folder[depth] for folder in inside if len(folder) > depth)
+    return splits if "train" in splits.values() else {}
+
+
+class _Place(NamedTuple):
+    """A folder with the images that a column of a list names. The best place is the least."""
+
+    is_other_split: bool
+    is_elsewhere: bool
+    """True if the list is not in this folder."""
+    num_missing: int
+    """The number of the first rows that name no image in this folder."""
+    depth: int
+    column: int
+    base: str
+    """The folder below the source."""
+
+
 def _places(
     root: Tree, found: Found, path: str, split: str, rows: Sequence[list[str]], column: int
-) -> Iterator[tuple[bool, bool, int, int, int, str]]:
-    """Yield the folders that contain images of a column, as tuples of which the least is best."""
+) -> Iterator[_Place]:
+    """Yield the folders that contain images of a column."""
     hits = Counter[str]()
     for row in rows:
         *inner, name = _parts(_cell(row, column))
-        outer = {each[: len(each) - len(inner)] for each in found.folders}
-        bases = {"/".join(each) for each in outer if (*each, *inner) in found.folders and name}
-        hits.update(base for base in bases if _exists(root, _joined(base, *inner, name)))
+        if name:
+            # The folders below which `inner` is a folder with images.
+            outer = {each[: len(each) - len(inner)] for each in found.folders}
+            bases = ["/".join(each) for each in outer if (*each, *inner) in found.folders]
+            hits.update(base for base in bases if _exists(root, _joined(base, *inner, name)))
 
-    # Without folders, the paths of a list of several class folders fit each of them a little.
-    for base, number in ((base, n) for base, n in hits.items() if 3 * n >= len(rows)):
-        is_other_split = (split or "train") not in map(split_of, base.split("/"))
-        is_elsewhere = base != os.path.dirname(path)
-        yield is_other_split, is_elsewhere, -number, base.count("/"), column, base
+    for base, num_hits in hits.items():
+        # Without folders, the paths of a list of several class folders fit each of them a little,
+        # so at least a third of the rows must fit.
+        if 3 * num_hits >= len(rows):
+            yield _Place(
+                is_other_split=(split or "train") not in map(split_of, base.split("/")),
+                is_elsewhere=base != os.path.dirname(path),
+                num_missing=len(rows) - num_hits,
+                depth=base.count("/"),
+                column=column,
+                base=base,
+            )
 
 
 def _exists(root: Tree, path: str) -> bool:
@@ -320,32 +380,10 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
     Raises PrepError for rows without a label or split, for files that are missing or have two
     labels or splits, and for numbers that are not in the file of classes.
     """
-    images = [defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list)) for _ in lists]
-    paths_of: dict[str, list[str]] = {}
-    wrong: list[str] = []
-    for each, of_list in zip(lists, images, strict=True):
-        for split, path, label in each.rows(root):
-            paths = of_list[split][label]
-            # A cell of metadata.jsonl may contain a list.
-            has_label = label not in ("", "-1") and not label.startswith("[")
-            if not split or not has_label:
-                wrong.append(f"{path} ({(label or 'no label') if split else 'no split'})")
-            elif paths_of.setdefault(path, paths) is not paths:
-                wrong.append(f"{path} ({split}: {label})")
-
+    images, class_of_path, wrong = _read_rows(root, lists)
     ignored = Ignored()
-    below = Counter[str]()
-    unlisted = Counter[str]()
-    for path in root.images("", ignored):
-        inside = [base for base in {each.base for each in lists} if is_inside(path, base)]
-        below.update(inside)
-        listed = path if path in paths_of else os.path.splitext(path)[0]
-        if listed in paths_of:
-            paths_of.pop(listed).append(path)
-        elif inside:
-            unlisted[os.path.dirname(path) or "SOURCE itself"] += 1
-
-    wrong += [f"{path} (missing)" for path in paths_of]
+    below, unlisted = _match_images(root, lists, class_of_path, ignored)
+    wrong += [f"{path} (missing)" for path in class_of_path]
     if wrong:
         raise PrepError(
             f"{root}: {len(wrong):,} rows of {few([each.path for each in lists])} have no label or"
@@ -354,19 +392,21 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
             " or remove these rows, or use --layout to ignore the lists"
         )
 
-    of_train = dict(chain.from_iterable(each.get("train", {}).items() for each in images))
-    labels = set(chain.from_iterable(chain(*of_list.values()) for of_list in images))
+    of_train: dict[str, list[str]] = {}
+    labels = set[str]()
+    for of_list in images:
+        of_train |= of_list.get("train", {})
+        labels.update(*of_list.values())
     files = {each for each in texts if _CLASS_FILE.fullmatch(each)} - {each.path for each in lists}
     names, source = _name_classes(root, sorted(files), labels, of_train)
 
     trees: dict[str, Tree] = {}
     described = []
     for each, of_list in zip(lists, images, strict=True):
-        start = len(each.base) + bool(each.base)
+        number = 0
         for split, of_split in of_list.items():
-            by_class = {names[k]: [path[start:] for path in of_split[k]] for k in of_split}
-            trees[split] = TableTree(subtree(root, filter(None, each.base.split("/"))), by_class)
-        number = sum(len(paths) for of_split in of_list.values() for paths in of_split.values())
+            trees[split] = _tree_of_split(root, each.base, of_split, names)
+            number += sum(map(len, of_split.values()))
         described.append(f"{each.path} ({number:,} of {counted(below[each.base], 'image')})")
 
     folders = [f"{folder} ({number:,})" for folder, number in unlisted.most_common()]
@@ -376,6 +416,67 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
         list(names.values()) if source and of_train else [],
         f"\nlist{'s' * (len(lists) > 1)} of labels: {', '.join(described)}{source}",
     )
+
+
+def _read_rows(
+    root: Tree, lists: Sequence[LabelList]
+) -> tuple[list[ImagesOfList], dict[str, list[str]], list[str]]:
+    """Read the rows of all lists.
+
+    Returns the classes of each list, still without images, the class of the path in each row, and
+    texts about wrong rows. A class is the list to which the paths of its images will be appended.
+    """
+    images: list[ImagesOfList] = [defaultdict(lambda: defaultdict(list)) for _ in lists]
+    class_of_path: dict[str, list[str]] = {}
+    wrong: list[str] = []
+    for each, of_list in zip(lists, images, strict=True):
+        for split, path, label in each.rows(root):
+            # A cell of metadata.jsonl may contain a list.
+            has_label = label not in ("", "-1") and not label.startswith("[")
+            if not split:
+                wrong.append(f"{path} (no split)")
+            elif not has_label:
+                wrong.append(f"{path} ({label or 'no label'})")
+            else:
+                this_class = of_list[split][label]
+                if class_of_path.setdefault(path, this_class) is not this_class:
+                    wrong.append(f"{path} ({split}: {label})")
+
+    return images, class_of_path, wrong
+
+
+def _match_images(
+    root: Tree, lists: Sequence[LabelList], class_of_path: dict[str, list[str]], ignored: Ignored
+) -> tuple[Counter[str], Counter[str]]:
+    """Move the paths of all images from `class_of_path` to their classes. Missing images remain.
+
+    Returns the number of images below the base of each list, and in each folder the number of
+    images there that no list names.
+    """
+    bases = {each.base for each in lists}
+    below = Counter[str]()
+    unlisted = Counter[str]()
+    for path in root.images("", ignored):
+        inside = [base for base in bases if is_inside(path, base)]
+        below.update(inside)
+        listed = path if path in class_of_path else os.path.splitext(path)[0]
+        if listed in class_of_path:
+            class_of_path.pop(listed).append(path)
+        elif inside:
+            unlisted[os.path.dirname(path) or "SOURCE itself"] += 1
+    return below, unlisted
+
+
+def _tree_of_split(
+    root: Tree, base: str, of_split: Mapping[str, list[str]], names: Mapping[str, str]
+) -> TableTree:
+    """Return the folder `base` with the images of each label there, under the label's name."""
+    start = len(base) + bool(base)
+    by_class = {names[k]: [path[start:] for path in paths] for k, paths in of_split.items()}
+    return TableTree(subtree(root, filter(None, base.split("/"))), by_class)
+
+
+# ---- naming classes ------------------------------------------------------------------------------
 
 
 def _name_classes(
@@ -392,45 +493,24 @@ def _name_classes(
 
     labels_in_order = sorted(labels, key=int)
     numbers = list(map(int, labels_in_order))
-    in_paths: dict[str, dict[int, str]] = {}
-    for source, pattern in _CLASS_IN_PATH.items():
-        found = {
-            int(label): {"".join(re.findall(pattern, path)) for path in paths}
-            for label, paths in of_train.items()
-        }
-        in_paths[source] = {label: min(v) for label, v in found.items() if len(v) == 1}
-
-    candidates: list[tuple[str, Mapping[int, str]]] = []
+    in_paths = {
+        source: _names_in_paths(of_train, pattern) for source, pattern in _CLASS_IN_PATH.items()
+    }
+    candidates: list[tuple[str, dict[int, str]]] = []
     for file in files:
-        lines = [line.strip() for line in root.lines(file) if line.strip()]
-        numbered = {
-            int(match["first"] or match["last"]): (match["after"] or match["before"]).lstrip("/")
-            for match in filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
-        }
-        # If classes were missing, the first line could be class 0 or 1. If only folders have the
-        # training images, the numbers could be those of the sorted folders.
-        has_all = len(lines) == numbers[-1] - numbers[0] + 1
-        is_clear = has_all and (of_train or lines == sorted(lines))
-        in_order = dict(enumerate(lines, numbers[0])) if is_clear else {}
-        candidates += [(file, numbered), (file, in_order)]
-
+        candidates += [(file, names) for names in _names_in_file(root, file, numbers, of_train)]
     if not files:
         names_of_numbers = dict(zip(numbers, labels_in_order, strict=True))
         candidates = [*in_paths.items(), ("the numbers", names_of_numbers)]
-    range_of_labels = f"{labels_in_order[0]} to {labels_in_order[-1]}"
 
+    range_of_labels = f"{labels_in_order[0]} to {labels_in_order[-1]}"
     for source, names in candidates:
         of_label = {label: names.get(int(label), "") for label in labels_in_order}
-        if len({*of_label.values()} - {""}) == len(labels):
-            for place, others in in_paths.items() if files else ():
-                other = [k for k in others if names[k] != others[k]]
-                if other and {*others.values()} == {*of_label.values()}:
-                    raise PrepError(
-                        f"{root}: class {other[0]} is {names[other[0]]} in {source}, but"
-                        f" {others[other[0]]} in {place}: correct or remove {source}"
-                    )
-
-            is_moved = numbers != [*range(len(numbers))]
+        are_distinct = len(set(of_label.values()) - {""}) == len(labels)
+        if are_distinct:
+            if files:
+                _check_against_paths(root, source, names, set(of_label.values()), in_paths)
+            is_moved = numbers != list(range(len(numbers)))
             moved = f"; {range_of_labels} become the labels from 0 on" if is_moved else ""
             return of_label, f"; class names: {source}{moved}"
 
@@ -438,3 +518,60 @@ def _name_classes(
         f"{root}: {few(files)}: expected the names of the classes {range_of_labels} with these"
         " numbers, or one per line if their order is clear; correct or remove this file"
     )
+
+
+def _names_in_paths(of_train: Mapping[str, Sequence[str]], pattern: str) -> dict[int, str]:
+    """Return the name that `pattern` finds in all paths of a class, for each class with one."""
+    name_of: dict[int, str] = {}
+    for label, paths in of_train.items():
+        names = {"".join(re.findall(pattern, path)) for path in paths}
+        if len(names) == 1:
+            name_of[int(label)] = names.pop()
+    return name_of
+
+
+def _names_in_file(
+    root: Tree, file: str, numbers: Sequence[int], of_train: Mapping[str, Sequence[str]]
+) -> Iterator[dict[int, str]]:
+    """Yield the names of classes in a file: by the numbers in its lines, and by its order.
+
+    numbers: the sorted labels.
+    """
+    lines = [line.strip() for line in root.lines(file) if line.strip()]
+    name_of: dict[int, str] = {}
+    for line in lines:
+        match = _NUMBERED_CLASS.fullmatch(line)
+        if match:
+            number = int(match["first"] or match["last"])
+            name_of[number] = (match["after"] or match["before"]).lstrip("/")
+    yield name_of
+
+    # If classes were missing, the first line could be class 0 or 1. If only folders have the
+    # training images, the numbers could be those of the sorted folders.
+    has_all = len(lines) == numbers[-1] - numbers[0] + 1
+    is_clear = has_all and (of_train or lines == sorted(lines))
+    if is_clear:
+        yield dict(enumerate(lines, numbers[0]))
+
+
+def _check_against_paths(
+    root: Tree,
+    source: str,
+    names: Mapping[int, str],
+    used_names: set[str],
+    in_paths: Mapping[str, Mapping[int, str]],
+) -> None:
+    """Raise PrepError if the paths of images have the same names, but in another order.
+
+    Args:
+        source: The file of the names.
+        used_names: Those of `names` that are names of labels.
+        in_paths: The names in the folders and in the names of images.
+    """
+    for place, others in in_paths.items():
+        differing = [k for k in others if names[k] != others[k]]
+        if differing and set(others.values()) == used_names:
+            raise PrepError(
+                f"{root}: class {differing[0]} is {names[differing[0]]} in {source}, but"
+                f" {others[differing[0]]} in {place}: correct or remove {source}"
+            )
