@@ -32,6 +32,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import PrepError, counted, require, share_to_allow
 from data_prep.read.archives import inflate_tar, is_compressed_tar
@@ -140,7 +142,7 @@ def _fill(
     builder: Builder,
 ) -> None:
     """Add the images of the class folders. fractions: the share of each split in train's folder."""
-    train, *held_out = layout.trees.values()
+    train = layout.trees["train"]
     names = list(layout.listed.class_names) or _in_order(train, train.folders(), class_order)
     labels = _labels(train, names)
     builder.classes(names)
@@ -149,7 +151,25 @@ def _fill(
     label_of = {name: labels[_normalized(name)] for name in names}
     _add_split(builder, train, label_of, fractions, ignored)
 
-    per_class = builder.count("train")
+    _check_train(train, names, builder.count("train"), ignored)
+
+    for split, tree in layout.trees.items():
+        if split != "train":
+            _fill_held_out(split, tree, labels, ignored, builder)
+        if split not in ("train", "val"):
+            builder.report_held_out(split, 0.0, "")
+
+    builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
+    _check_ignored(ignored, max_unreadable, layout, builder)
+
+
+def _check_train(
+    train: Tree, names: Sequence[str], per_class: np.ndarray, ignored: Ignored
+) -> None:
+    """Raise PrepError unless train has at least two classes, all with images.
+
+    per_class: the number of images of each class.
+    """
     if not per_class.sum():
         if ignored.stray:
             raise PrepError(
@@ -161,6 +181,7 @@ def _fill(
             f"{train}: found no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders"
             f" ({'; '.join(ignored.summary()) or 'they are empty'}); expected <class>/<image>"
         )
+
     empty = [name for name, count in zip(names, per_class, strict=True) if not count]
     if empty:
         raise PrepError(
@@ -172,14 +193,6 @@ def _fill(
             f"{train}: contains only one class ({', '.join(names)}); expected at least two class"
             " folders"
         )
-
-    for split, tree in zip(list(layout.trees)[1:], held_out, strict=True):
-        _fill_held_out(split, tree, labels, ignored, builder)
-        if split != "val":
-            builder.report_held_out(split, 0.0, "")
-
-    builder.report_held_out("val", fractions.get("val", 0.0), "--val-fraction {}")
-    _check_ignored(ignored, max_unreadable, layout, builder)
 
 
 def _fill_unlabeled(
@@ -262,14 +275,14 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     for name in names:
         by_name.setdefault(_normalized(name), []).append(name)
 
-    # Only the bytes of such names differ.
-    pairs = [
-        " and ".join(map(str, map(os.fsencode, same))) for same in by_name.values() if len(same) > 1
-    ]
-    if pairs:
+    clashes = []
+    for same in by_name.values():
+        if len(same) > 1:  # Names that look the same differ in their bytes.
+            clashes.append(" and ".join(str(os.fsencode(name)) for name in same))
+    if clashes:
         raise PrepError(
             f"{folder}: these folder names are identical after Unicode normalization:"
-            f" {few(pairs)}; merge or rename the folders"
+            f" {few(clashes)}; merge or rename the folders"
         )
 
     return {name: label for label, name in enumerate(by_name)}

@@ -67,24 +67,17 @@ def read_layout(
     """
     found = root.find()
     folders = {folder for folder in found.folders if folder[:1] != (out_name,)}
-    outer = min(folders) if len(folders) == 1 else _inner_folder(folders)
-    # A list is beside an outer folder or in a folder there, but not among the images of a class.
-    texts = [
-        path
-        for path in sorted(found.lists)
-        if outer[: max(0, path.count("/") - 1)] == tuple(path.split("/")[:-2])
-    ]
 
     lists: list[LabelList] = []
     listed = Listed({}, [])
     if with_classes and not choice:
+        outer = min(folders) if len(folders) == 1 else _inner_folder(folders)
+        texts = [path for path in sorted(found.lists) if _may_be_list(path, outer)]
         lists, notes = find_lists(root, found, texts, label_column)
         listed = read_lists(root, lists, texts) if lists else listed
         listed.notes.extend(notes)
 
-    rest = folders
-    for each in lists:
-        rest = {f for f in rest if not is_inside("/".join((*f, "")), each.base)}
+    rest = {folder for folder in folders if not _is_listed(folder, lists)}
     trees = dict(listed.trees)
     if "train" not in trees:
         of_folders, rest = _read_folders(root, rest, choice, with_classes)
@@ -97,6 +90,20 @@ def read_layout(
         for folder in sorted(rest)
     ]
     return Layout(in_order, unused, listed)
+
+
+def _may_be_list(path: str, outer: Folder) -> bool:
+    """Return whether a text is beside an outer folder or in a folder there.
+
+    Texts among the images of a class are no lists.
+    """
+    above = tuple(path.split("/")[:-2])
+    return outer[: len(above)] == above
+
+
+def _is_listed(folder: Folder, lists: Sequence[LabelList]) -> bool:
+    """Return whether a folder is the base of a list, or below it."""
+    return any(is_inside("/".join(folder) + "/", each.base) for each in lists)
 
 
 def _check_apart(root: Tree, train: Tree, lists: Sequence[LabelList]) -> None:
@@ -119,6 +126,27 @@ def _read_folders(
 
     folders: all folders with images.
     """
+    folder_of = _split_folders(root, folders, choice, with_classes)
+
+    trees: dict[str, Tree] = {}
+    rest = folders
+    for split in sorted(folder_of, key=("train", "val", "test").index):
+        classes = trees["train"].folders() if trees and with_classes else []
+        inner = _inner_folder(rest, folder_of[split], classes)
+        folder = inner if with_classes else folder_of[split]
+        may_lack_labels = split == "test" and classes
+        if may_lack_labels and _is_unlabeled(root, rest, folder, classes):
+            continue
+        trees[split] = subtree(root, folder)
+        rest = {each for each in rest if each[: len(folder)] != folder}
+
+    return trees, rest
+
+
+def _split_folders(
+    root: Tree, folders: set[Folder], choice: str | None, with_classes: bool
+) -> dict[str, Folder]:
+    """Decide which folders are splits. Returns only train if the folders are classes."""
     # Beside the only folder with images, there may be an empty val.
     splits_anywhere = set(filter(split_of, set[str]().union(*folders)))
     base = _inner_folder(folders, (), () if choice == "classes" else splits_anywhere)
@@ -139,33 +167,21 @@ def _read_folders(
             raise PrepError(f"{tree}: --layout splits: no folder train in {few(sorted(names))}")
         if with_classes and not choice:
             _check_classes(tree, folders, base)
-        folder_of = {"train": base if with_classes else ()}
-    else:
-        if not (choice or all(map(UNLABELED.search, others))):
-            raise PrepError(
-                f"{tree}: two readings are possible. With --layout splits, {few(sorted(splits))}"
-                f" are the splits, the classes are {few(sorted(in_train))}, and the images in"
-                f" {few(others)} are not used. With --layout classes, the classes are"
-                f" {few(sorted(names))}"
-            )
-        if len(folder_of) < len(splits):
-            raise PrepError(
-                f"{tree}: some of the folders {few(sorted(splits))} mean the same split: merge,"
-                " rename or remove one of them, or use --layout classes if they are classes"
-            )
+        return {"train": base if with_classes else ()}
 
-    trees: dict[str, Tree] = {}
-    for split in sorted(folder_of, key=("train", "val", "test").index):
-        classes = trees["train"].folders() if trees and with_classes else []
-        inner = _inner_folder(folders, folder_of[split], classes)
-        folder = inner if with_classes else folder_of[split]
-        may_lack_labels = split == "test" and classes
-        if may_lack_labels and _is_unlabeled(root, folders, folder, classes):
-            continue
-        trees[split] = subtree(root, folder)
-        folders = {each for each in folders if each[: len(folder)] != folder}
-
-    return trees, folders
+    if not (choice or all(map(UNLABELED.search, others))):
+        raise PrepError(
+            f"{tree}: two readings are possible. With --layout splits, {few(sorted(splits))}"
+            f" are the splits, the classes are {few(sorted(in_train))}, and the images in"
+            f" {few(others)} are not used. With --layout classes, the classes are"
+            f" {few(sorted(names))}"
+        )
+    if len(folder_of) < len(splits):
+        raise PrepError(
+            f"{tree}: some of the folders {few(sorted(splits))} mean the same split: merge,"
+            " rename or remove one of them, or use --layout classes if they are classes"
+        )
+    return folder_of
 
 
 def _names(folders: set[Folder], outer: Folder) -> set[str]:
@@ -203,7 +219,8 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
     """Raise PrepError if folders that would be classes are splits, or contain splits or classes."""
     names = sorted(_names(folders, base))
     held_out = splits_of_folders(names)
-    if len(names) == len(held_out) > 0 and "train" not in held_out.values():
+    all_are_splits = bool(names) and len(names) == len(held_out)
+    if all_are_splits and "train" not in held_out.values():
         raise PrepError(
             f"{tree}: has {few([f'{name}/' for name in held_out])} but no train/; expected"
             " train/<class>/* and val/<class>/*, or only <class>/*. If these folders are the"
@@ -213,10 +230,9 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
     inner = [_names(folders, _inner_folder(folders, (*base, name))) for name in names]
     common = set[str].intersection(*inner) if len(inner) > 1 else set[str]()
     # Subfolders like 2023 and 2024 are hardly classes, unless all names are numbers.
-    share_classes = len(common) > 1 and (
-        any(map(str.isalpha, "".join(common))) or not any(map(str.isalpha, "".join(names)))
-    )
-
+    may_be_classes = _has_letter(common) or not _has_letter(names)
+    share_classes = len(common) > 1 and may_be_classes
+    # These have train and another split.
     with_splits = [each for each in inner if {"train"} < set(splits_of_folders(each).values())]
     if with_splits or share_classes:
         raise PrepError(
@@ -226,3 +242,7 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
             " splits, pass one of the outer folders as SOURCE. If the outer folders are the"
             " classes, use --layout classes"
         )
+
+
+def _has_letter(names: Collection[str]) -> bool:
+    return any(map(str.isalpha, "".join(names)))

@@ -273,16 +273,17 @@ def choose_num_shards(
     The training split gets the number of shards in the settings, or by default one shard per
     `shard_bytes`, but at least 8. All other splits get a proportional number, at least 1.
     """
-    train = next(iter(splits.values()))
-    by_size = round(train * mean_bytes / (settings.shard_bytes or SHARD_BYTES))
-    num_shards = settings.num_shards or min(train, max(MIN_SHARDS, by_size))
-    chosen = {split: max(1, round(num_shards * total / train)) for split, total in splits.items()}
+    num_train = next(iter(splits.values()))
+    by_size = round(num_train * mean_bytes / (settings.shard_bytes or SHARD_BYTES))
+    num_shards = settings.num_shards or min(num_train, max(MIN_SHARDS, by_size))
 
-    for split, total in splits.items():
-        if chosen[split] > total:
+    chosen: dict[str, int] = {}
+    for split, num_samples in splits.items():
+        chosen[split] = max(1, round(num_shards * num_samples / num_train))
+        if chosen[split] > num_samples:
             raise PrepError(
-                f"{chosen[split]} shards are too many for the {total} samples of split {split!r}:"
-                f" use --num-shards {train} or fewer"
+                f"{chosen[split]} shards are too many for the {num_samples} samples of split"
+                f" {split!r}: use --num-shards {num_train} or fewer"
             )
     return chosen
 
@@ -298,11 +299,12 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
     if part is None:
         return range(total)
 
-    first, kind, last = parse_part(part)
-    if kind == "/":
-        return range(first * total // last, (first + 1) * total // last)
-    if last < total:
-        return range(first, last + 1)
+    match parse_part(part):
+        case (index, "/", num_parts):
+            return range(index * total // num_parts, (index + 1) * total // num_parts)
+        case (first, _, last) if last < total:
+            return range(first, last + 1)
+
     lengths = "; ".join(f"{split} has {count}" for split, count in counts.items())
     raise PrepError(f"--shards {part}: expected shards between 0 and {total - 1} ({lengths})")
 
