@@ -200,7 +200,9 @@ def _classes(files: Mapping[str, Sequence[FileLabels]]) -> list[Any]:
     if recorded:
         return list(recorded)
 
-    classes = set[Any]().union(*(file.classes for file in chain(*files.values()))) - {None}
+    classes = set[Any]()
+    for file in chain(*files.values()):
+        classes |= file.classes - {None}
     are_numbers = all(str(name).isdecimal() for name in classes)
     return sorted(classes, key=int if are_numbers else str)
 

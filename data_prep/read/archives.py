@@ -205,6 +205,14 @@ def small_members(
 # APPNOTE.TXT (PKWARE), section 4.3.7: signature, flags, method, crc, compressed, size, name bytes,
 # extra bytes
 LOCAL_HEADER = struct.Struct("<4s2xHH4xIII2H")
+HAS_DESCRIPTOR = 8
+"""The flag of members whose CRC and sizes follow their data."""
+DESCRIPTOR_BYTES = 16
+"""The size of these values in bytes, with a signature."""
+USUAL_EXTRA_BYTES = 64
+USUAL_MARGIN_BYTES = 256
+"""With these numbers of bytes more than the sizes known from the directory, one read suffices for
+most members."""
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
@@ -264,10 +272,10 @@ def read_zip_member(sample: Sample) -> bytes:
         )
 
     fd = descriptor(sample.file)
-    # This estimate suffices for most members: deflate adds fewer bytes, and most extra fields are
-    # short.
-    guess = 30 + len(sample.name) + 64 + sample.size + sample.size // 1000 + 256
-    head = os.pread(fd, guess, sample.offset)
+    # Deflate adds at most a few bytes to data that it cannot compress.
+    data_bytes = sample.size + sample.size // 1000 + USUAL_MARGIN_BYTES
+    header_bytes = LOCAL_HEADER.size + len(sample.name) + USUAL_EXTRA_BYTES
+    head = os.pread(fd, header_bytes + data_bytes, sample.offset)
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
         raise ValueError(
             f"{sample.file} has no member at byte {sample.offset}: the file has changed or is"
@@ -278,10 +286,10 @@ def read_zip_member(sample: Sample) -> bytes:
     start = LOCAL_HEADER.size + name_bytes + extra_bytes
     if method == zipfile.ZIP_STORED:
         end = start + sample.size
-        if len(head) < end + 16:
-            head = os.pread(fd, end + 16, sample.offset)
+        if len(head) < end + DESCRIPTOR_BYTES:
+            head = os.pread(fd, end + DESCRIPTOR_BYTES, sample.offset)
         data = head[start:end]
-        behind = head[end : end + 16]
+        behind = head[end : end + DESCRIPTOR_BYTES]
     elif method == zipfile.ZIP_DEFLATED:
         data, behind = _inflate(fd, sample, head, start)
     else:
@@ -290,7 +298,7 @@ def read_zip_member(sample: Sample) -> bytes:
             " compression (0)"
         )
 
-    if flags & 8:  # The sizes and CRC follow the data, after an optional signature.
+    if flags & HAS_DESCRIPTOR:  # The sizes and CRC follow the data, after an optional signature.
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:
         raise ValueError(f"damaged inside {sample.file}: the CRC does not match")
@@ -321,4 +329,6 @@ def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, b
     if len(data) > sample.size:
         raise ValueError(f"decompresses to more than the stated {sample.size:,} bytes")
     behind = inflater.unused_data
-    return data, behind if len(behind) >= 16 else behind + os.pread(fd, 16, position)
+    if len(behind) < DESCRIPTOR_BYTES:
+        behind += os.pread(fd, DESCRIPTOR_BYTES, position)
+    return data, behind

@@ -106,15 +106,16 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
             " or move the folder elsewhere"
         ) from error
 
+    folders: list[str] = []
+    files: list[str] = []
     for name, is_folder, is_link in visible:
-        may_be_image = is_folder or FILE_SUFFIX.search(name)
-        if is_link and not may_be_image:
+        if is_folder:
+            folders.append(name)
+            continue
+        if is_link and not FILE_SUFFIX.search(name):
             require(Path(folder, name), "a file or folder: correct or remove the link")
-
-    return (
-        [name for name, is_folder, _ in visible if is_folder],
-        [name for name, is_folder, _ in visible if not is_folder],
-    )
+        files.append(name)
+    return folders, files
 
 
 def images_below(

@@ -123,13 +123,16 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
 
 
 def _look_into_zip(path: Path, search: Search, named: bool) -> None:
+    """Find the splits of images and the label table in Kaggle's zip."""
     wnids = defaultdict[str, set[str]](set)
     for members in walk_zip(path):
         for name, offset, size in zip(*members, strict=True):
             place = place_in_zip(name)
+            is_table = name.rpartition("/")[2] == KAGGLE_TABLE
             if place is not None:
-                wnids[place[0]].add(place[1])
-            elif name.rpartition("/")[2] == KAGGLE_TABLE and not name.startswith("__MACOSX/"):
+                split, wnid, _ = place
+                wnids[split].add(wnid)
+            elif is_table and not name.startswith("__MACOSX/"):
                 table = Sample("", 0, name, str(path), int(offset), int(size))
                 read = partial(read_kaggle_table_in_zip, table)
                 search.labels.append(ValLabels(path, "Kaggle's table in the zip", read, (path,)))

@@ -35,6 +35,7 @@ def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
     A class may contain such a word ("training shoes", "test tube"), so names with other words count
     only if they belong to several splits and have the same other words.
     """
+    # Maps the other words to the names with these words, and these to their splits.
     by_rest = defaultdict[str, dict[str, str]](dict)
     for name in names:
         words = _WORD.findall(name.lower())
@@ -43,7 +44,8 @@ def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
             by_rest[rest][name] = SPLIT_WORDS[words[0]]
 
     found = by_rest.pop("", {})
-    for group in by_rest.values():
-        if "train" not in found.values() and {"train"} < set(group.values()):
-            found |= group
+    if "train" not in found.values():
+        groups = by_rest.values()
+        with_other_words = (group for group in groups if {"train"} < set(group.values()))
+        found |= next(with_other_words, {})
     return found

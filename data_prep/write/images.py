@@ -187,13 +187,17 @@ def _by_pillow(
         image = open_image(data)
         is_jpeg = image.format in ("JPEG", "MPO")  # An MPO file is a JPEG followed by other images.
         is_usable = is_jpeg and image.mode in ("L", "RGB")
-        change = f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
+        # Decoding may change the mode of an image, so describe it first.
         if is_usable:
             change = REFUSED_BY_STRICT
+        elif is_jpeg:
+            change = f"{image.mode} JPEG"
+        else:
+            change = f"{image.format} ({image.mode})"
+
         is_16_bit = states_16_bits(image)
         converted = to_mode(image, image.mode if is_usable else "RGB")
-        if is_16_bit:
-            change += _note_on_range(image, converted)
+        note = _note_on_range(image, converted) if is_16_bit else ""
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
 
@@ -202,7 +206,7 @@ def _by_pillow(
     untouched = policy.target_size(*size) == size and not policy.is_turned(orientation)
     if is_usable and untouched:
         return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)
-    return _encode(converted, size, orientation, policy, [change])
+    return _encode(converted, size, orientation, policy, [change + note])
 
 
 def _note_on_range(image: Image.Image, rgb: Image.Image) -> str:

@@ -128,26 +128,34 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
             raise PrepError(f"{source}: {problem}; expected a folder of tar shards, or URLs")
         return source
 
-    if out is None and isinstance(source, WebShards):
-        raise PrepError(
-            f"{source}: the index cannot be written next to shards at a URL: pass a folder with"
-            " --out"
+    if out is None:
+        if isinstance(source, WebShards):
+            raise PrepError(
+                f"{source}: the index cannot be written next to shards at a URL: pass a folder with"
+                " --out"
+            )
+        _make(
+            source, ". For shards without write permission, pass a folder for the index with --out"
         )
-    output = Output(out) if out is not None else source
-    assert isinstance(output, Output)
-    try:
-        output.make()
-    except (PrepError, ShardError) as error:
-        hint = ". For shards without write permission, pass a folder for the index with --out"
-        raise PrepError(f"{error}{'' if out else hint}") from error
+        return source
 
-    tars = [] if out is None else sorted(fnmatch.filter(output.sizes(), "*.tar"))
+    output = Output(out)
+    _make(output)
+    tars = sorted(fnmatch.filter(output.sizes(), "*.tar"))
     if tars:
         raise PrepError(
             f"{output}: contains shards ({few(tars)}): choose an empty folder for the index of"
             f" {source}"
         )
     return output
+
+
+def _make(output: Output, hint: str = "") -> None:
+    """Create a folder for the index. hint: what to add to the message if this fails."""
+    try:
+        output.make()
+    except (PrepError, ShardError) as error:
+        raise PrepError(f"{error}{hint}") from error
 
 
 def read_infos(
@@ -173,8 +181,8 @@ def read_infos(
         return own_info, own_info
 
     given_info = None if listed else _info(source)
-    is_unknown = given_info is None and not listed
-    if is_unknown and isinstance(source, WebShards):
+    has_unknown_shards = given_info is None and not listed
+    if has_unknown_shards and isinstance(source, WebShards):
         raise PrepError(
             f"{source}: no _info.json, and web servers cannot list files: pass the shard URLs, as"
             f" in '{source}/train-{{0000..0099}}.tar'"
@@ -217,20 +225,25 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
     """Return each shard's rows, as recorded in a previous index."""
     rows_of: dict[str, np.ndarray] = {}
-    for split, described in ({} if info is None else info["splits"]).items():
-        if output.size(f"{split}.index.npy") <= 0:
-            continue
+    if info is None:
+        return rows_of
 
-        with temporary_folder() as folder, suppress(ValueError):  # A damaged index is rebuilt.
-            rows = open_index(output.fetch(f"{split}.index.npy", folder))
-            firsts = first_samples(described["shard_lengths"])
-            if len(rows) == firsts[-1]:
-                for name, (start, stop) in zip(
-                    described["filenames"], itertools.pairwise(firsts), strict=True
-                ):
-                    rows_of[name] = np.array(rows[start:stop])
-
+    for split, described in info["splits"].items():
+        if output.size(f"{split}.index.npy") > 0:
+            # A damaged index is rebuilt.
+            with temporary_folder() as folder, suppress(ValueError):
+                rows = open_index(output.fetch(f"{split}.index.npy", folder))
+                rows_of |= _cut_by_shard(rows, described)
     return rows_of
+
+
+def _cut_by_shard(rows: np.ndarray, described: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return a copy of each shard's rows, or {} if the number of rows is wrong."""
+    firsts = first_samples(described["shard_lengths"])
+    if len(rows) != firsts[-1]:
+        return {}
+    ranges = zip(described["filenames"], itertools.pairwise(firsts), strict=True)
+    return {name: np.array(rows[start:stop]) for name, (start, stop) in ranges}
 
 
 def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Indexed]) -> None:

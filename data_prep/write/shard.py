@@ -116,7 +116,7 @@ class TarStream:
         self.size = 0
         self._descriptor = descriptor
         self._filled = 0
-        self._sent_on = 0
+        self._bytes_advised = 0
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._other = memoryview(bytearray(BUFFER_BYTES))
         self._sha256 = hashlib.sha256()
@@ -155,21 +155,25 @@ class TarStream:
         self._filled = end
 
     def _flush(self) -> None:
+        """Write the filled buffer while a thread hashes it, and continue with the other buffer.
+
+        The other buffer is free when the thread has hashed it, which the previous call started.
+        """
         hashed = self._pool.submit(self._sha256.update, self._buffer[: self._filled])
         rest = self._buffer[: self._filled]
         while rest:  # Signals and nearly full disks cause partial writes.
             rest = rest[os.write(self._descriptor, rest) :]
 
         # Start writeback early, because Linux can drop these pages only after writing them.
-        if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
+        if HAS_ADVICE and self.size - self._bytes_advised >= EARLY_BYTES:
             with suppress(OSError):  # This call is only advice, and some file systems reject it.
                 os.posix_fadvise(
                     self._descriptor,
-                    self._sent_on,
-                    self.size - self._sent_on,
+                    self._bytes_advised,
+                    self.size - self._bytes_advised,
                     os.POSIX_FADV_DONTNEED,
                 )
-            self._sent_on = self.size
+            self._bytes_advised = self.size
 
         self._hashed.result()  # Wait until the other buffer is free.
         self._hashed = hashed
