@@ -275,14 +275,13 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     for name in names:
         by_name.setdefault(_normalized(name), []).append(name)
 
-    clashes = []
-    for same in by_name.values():
-        if len(same) > 1:  # Names that look the same differ in their bytes.
-            clashes.append(" and ".join(str(os.fsencode(name)) for name in same))
+    clashes = [same for same in by_name.values() if len(same) > 1]
     if clashes:
+        # Such names look the same, so show their bytes.
+        shown = [" and ".join(str(os.fsencode(name)) for name in same) for same in clashes]
         raise PrepError(
             f"{folder}: these folder names are identical after Unicode normalization:"
-            f" {few(clashes)}; merge or rename the folders"
+            f" {few(shown)}; merge or rename the folders"
         )
 
     return {name: label for label, name in enumerate(by_name)}

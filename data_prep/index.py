@@ -173,10 +173,10 @@ def _index_shards(
 ) -> dict[str, Indexed]:
     """Read the shards in worker processes. Rows of a previous index in `output` are reused."""
     rows_of = {} if output is source and output.local else known_rows(output, own_info)
-    jobs = []
-    for name, split in split_of_tar.items():
-        shard = IndexedShard(source, output, name, split, layout, rows_of.get(name))
-        jobs.append((index_shard, shard, name))
+    jobs = [
+        (index_shard, IndexedShard(source, output, name, split, layout, rows_of.get(name)), name)
+        for name, split in split_of_tar.items()
+    ]
     return run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
 
 
@@ -279,12 +279,14 @@ def _refuse_invalid(
 
 def _print_use(output: Output, splits: list[str], num_classes: int, is_ours: bool) -> None:
     """Print how to train on the data set, or classify its images, and how to check it."""
-    use = f"train on it with {_settings(output, splits)}"
-    if not num_classes:
-        use = f"classify its images with: python launch/predict.py {quote(str(output))}"
-    if output.local and not is_ours:
-        use += f"; check it with: python -m data_prep.verify {quote(str(output))}"
-    print(use)
+    use = (
+        f"train on it with {_settings(output, splits)}"
+        if num_classes
+        else f"classify its images with: python launch/predict.py {quote(str(output))}"
+    )
+    can_verify = output.local and not is_ours
+    check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
+    print(f"{use}{check if can_verify else ''}")
 
 
 def _settings(output: Output, splits: list[str]) -> str:

@@ -31,6 +31,7 @@ from data_prep.read.hub_features import IMAGE_NAMES, LABEL_NAMES, choose_column,
 from data_prep.read.image_tree import Ignored, images_below
 from data_prep.read.parquet import (
     Columns,
+    Spooled,
     count_labels,
     image_fields,
     label_problem,
@@ -313,6 +314,7 @@ def _fill(
     allow_partial: bool,
     builder: Builder,
 ) -> None:
+    """Check the labels of all files, then add the images of each split."""
     labels = {
         split: [read_labels(path, columns, readmes) for path in paths]
         for split, paths in files.items()
@@ -323,14 +325,7 @@ def _fill(
             del labels[split]
 
     classes = _classes(labels)
-    incomplete = list(filter(None, (missing_files(split, files[split]) for split in labels)))
-    in_train = set[Any]().union(*(file.classes for file in labels["train"]))
-    empty = [str(name) for name in classes if name not in in_train]
-    if empty:
-        incomplete.append(
-            f"train: no images of classes that are listed or in another split: {few(empty)}"
-        )
-
+    incomplete = _incomplete(files, labels, classes)
     problems = list(_problems(labels, classes))
     if incomplete and not allow_partial:
         problems += [*incomplete, "add the missing files, or accept the source with --partial"]
@@ -340,29 +335,57 @@ def _fill(
         builder.report(f"partial: {line}")
 
     builder.classes(list(map(str, classes)))
-    label_of = {name: label for label, name in enumerate(classes)}
     test_is_val = "val" not in labels and val_fraction is None
     for split, split_labels in labels.items():
-        first = 0
-        for rows, file in zip(spool(files[split], builder, columns), split_labels, strict=True):
-            label_of_value = {value: label_of[file.class_of(value)] for value in file.values}
-            stems = [os.path.splitext(os.path.basename(name))[0] for name in rows.names]
-            builder.add(
-                "val" if split == "test" and test_is_val else split,
-                builder.file(rows.file),
-                names=[name or f"row {first + row}" for row, name in enumerate(rows.names)],
-                labels=[label_of_value[value] for value in rows.labels],
-                offsets=rows.offsets,
-                sizes=rows.sizes,
-                keys=[f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
-            )
-            first += len(stems)
+        name = "val" if split == "test" and test_is_val else split
+        _add_split(builder, name, spool(files[split], builder, columns), split_labels, classes)
 
     held_out = 0.0
     if not builder.count("val").any():
         held_out = VAL_FRACTION if val_fraction is None else val_fraction
         builder.hold_out("train", "val", held_out)
     builder.report_held_out("val", held_out, "--val-fraction {}")
+
+
+def _incomplete(
+    files: Mapping[str, Sequence[Path]],
+    labels: Mapping[str, Sequence[FileLabels]],
+    classes: Sequence[Any],
+) -> list[str]:
+    """Return lines about missing files, and about classes without training images."""
+    lines = [missing_files(split, files[split]) for split in labels]
+    in_train = set[Any]().union(*(file.classes for file in labels["train"]))
+    empty = [str(name) for name in classes if name not in in_train]
+    if empty:
+        lines.append(
+            f"train: no images of classes that are listed or in another split: {few(empty)}"
+        )
+    return [line for line in lines if line]
+
+
+def _add_split(
+    builder: Builder,
+    split: str,
+    spooled: Iterator[Spooled],
+    labels: Sequence[FileLabels],
+    classes: Sequence[Any],
+) -> None:
+    """Add the images of all files of a split. Keys contain the row number in the split."""
+    label_of = {name: label for label, name in enumerate(classes)}
+    first = 0
+    for rows, file in zip(spooled, labels, strict=True):
+        label_of_value = {value: label_of[file.class_of(value)] for value in file.values}
+        stems = [os.path.splitext(os.path.basename(name))[0] for name in rows.names]
+        builder.add(
+            split,
+            builder.file(rows.file),
+            names=[name or f"row {first + row}" for row, name in enumerate(rows.names)],
+            labels=[label_of_value[value] for value in rows.labels],
+            offsets=rows.offsets,
+            sizes=rows.sizes,
+            keys=[f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
+        )
+        first += len(stems)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -81,17 +81,18 @@ def _report_other_files(data: DataSet, listed: set[str]) -> Iterator[ShardFindin
 
 def _sizes(data: DataSet, names: list[str]) -> dict[str, int | str]:
     """Return the size of each tar in bytes, or a text such as "missing"."""
-    sizes: dict[str, int | str] = {}
     if data.tars_at is None:
-        for name in names:
-            path = data.root / name
-            sizes[name] = path.stat().st_size if path.exists() else "missing"
-        return sizes
+        paths = {name: data.root / name for name in names}
+        return {
+            name: path.stat().st_size if path.exists() else "missing"
+            for name, path in paths.items()
+        }
 
     versions = RemoteFolder(data.tars_at).stats(names)
-    for name, version in zip(names, versions, strict=True):
-        sizes[name] = version.size if isinstance(version, Version) else version
-    return sizes
+    return {
+        name: version.size if isinstance(version, Version) else version
+        for name, version in zip(names, versions, strict=True)
+    }
 
 
 def _check_sealed(data: DataSet) -> Iterator[ShardFinding]:
@@ -134,15 +135,9 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
             "_info.json",
             f"lists {listed} images for {part.name}, but shards and quarantine have {total}",
         )
+    if not data.ours:
+        return
 
-    if data.ours:
-        yield from _check_own_sidecars(data, part, sidecars)
-
-
-def _check_own_sidecars(
-    data: DataSet, part: SplitFiles, sidecars: list[dict[str, Any]]
-) -> Iterator[ShardFinding]:
-    """Check the plan and the hashes that only this project's writer records."""
     plan = fingerprint(data.info)
     of_other_plans = [sidecar["filename"] for sidecar in sidecars if sidecar.get("plan") != plan]
     if of_other_plans:
@@ -240,8 +235,9 @@ def _open_index(data: DataSet, part: SplitFiles) -> Iterator[ShardFinding]:
     size = path.stat().st_size
     end = int(index.offset) + index.nbytes if isinstance(index, np.memmap) else 0
     if size != end:
-        extra = counted(size - end, "byte")
-        yield finding(f"{extra} after its last row; delete it and {data.index_it}")
+        yield finding(
+            f"{counted(size - end, 'byte')} after its last row; delete it and {data.index_it}"
+        )
 
 
 def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:

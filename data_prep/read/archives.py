@@ -182,9 +182,8 @@ def small_members(
     archive, such as "a CIFAR archive".
     """
     kind = describe_content(_head(path))
-    problem = "not a tar or tar.gz, damaged or truncated"
-    if kind and not kind.startswith("compressed"):
-        problem = f"not a tar or tar.gz but {kind}"
+    may_be_tar = not kind or kind.startswith("compressed")
+    problem = f"not a tar or tar.gz{', damaged or truncated' if may_be_tar else f' but {kind}'}"
 
     with readable(path, DAMAGE, problem), tarfile.open(path) as archive:
         for number, member in enumerate(archive):
@@ -209,10 +208,9 @@ HAS_DESCRIPTOR = 8
 """The flag of members whose CRC and sizes follow their data."""
 DESCRIPTOR_BYTES = 16
 """The size of these values in bytes, with a signature."""
-USUAL_EXTRA_BYTES = 64
-USUAL_MARGIN_BYTES = 256
-"""With these numbers of bytes more than the sizes known from the directory, one read suffices for
-most members."""
+MARGIN_BYTES = 320
+"""The number of bytes to read in addition, for extra fields and for what follows the data. One read
+then suffices for most members."""
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
@@ -272,10 +270,9 @@ def read_zip_member(sample: Sample) -> bytes:
         )
 
     fd = descriptor(sample.file)
-    # Deflate adds at most a few bytes to data that it cannot compress.
-    data_bytes = sample.size + sample.size // 1000 + USUAL_MARGIN_BYTES
-    header_bytes = LOCAL_HEADER.size + len(sample.name) + USUAL_EXTRA_BYTES
-    head = os.pread(fd, header_bytes + data_bytes, sample.offset)
+    # Data that deflate cannot compress grows a little.
+    guess = LOCAL_HEADER.size + len(sample.name) + sample.size + sample.size // 1000 + MARGIN_BYTES
+    head = os.pread(fd, guess, sample.offset)
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
         raise ValueError(
             f"{sample.file} has no member at byte {sample.offset}: the file has changed or is"

@@ -74,8 +74,7 @@ def download(
                         accept(part)
                 except PrepError as error:
                     part.unlink()
-                    problem = str(error).replace(f"{part}: ", f"{shown(url)}: ")
-                    raise PrepError(problem) from error
+                    raise PrepError(str(error).replace(f"{part}: ", f"{shown(url)}: ")) from error
                 os.replace(part, path)
         finally:
             if part.exists() and not part.stat().st_size:
@@ -98,8 +97,11 @@ def download_archive(url: str, folder: Path, expected: str = "", name: str = "")
     is_new = not path.exists()
     download(url, path, expected, _read_table)
     if is_new and not expected:
-        sha256 = checksum_of(path, "sha256")
-        print(f"{path}: use --sha256 {sha256} to verify it", file=sys.stderr, flush=True)
+        print(
+            f"{path}: use --sha256 {checksum_of(path, 'sha256')} to verify it",
+            file=sys.stderr,
+            flush=True,
+        )
     return path
 
 

@@ -106,15 +106,13 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
             " or move the folder elsewhere"
         ) from error
 
-    folders: list[str] = []
-    files: list[str] = []
-    for name, is_folder, is_link in visible:
-        if is_folder:
-            folders.append(name)
-            continue
-        if is_link and not FILE_SUFFIX.search(name):
+    folders = [name for name, is_folder, _ in visible if is_folder]
+    files = [name for name, is_folder, _ in visible if not is_folder]
+    links = {name for name, _, is_link in visible if is_link}
+    for name in files:
+        if name in links and not FILE_SUFFIX.search(name):
             require(Path(folder, name), "a file or folder: correct or remove the link")
-        files.append(name)
+
     return folders, files
 
 

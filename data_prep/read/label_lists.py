@@ -227,14 +227,13 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     columns: Sequence[int] = range(max(map(len, rows), default=0))
     # The number of a class may be the name of an image as well.
     paths = [k for k in columns if all(map(_IMAGE.match, _column(rows[1:] or rows, k)))]
-    places: list[_Place] = []
-    for column in paths or columns:
-        places += _places(root, found, path, split, rows, column)
+    places = sorted(
+        chain.from_iterable(_places(root, found, path, split, rows, k) for k in paths or columns)
+    )
     if not places:
         is_list = any(map(_IMAGE.match, chain.from_iterable(rows)))
         return "do not name the images in a folder" if is_list else ""
 
-    places.sort()
     file, base = places[0].column, places[0].base
     has_header = not (
         _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
@@ -256,9 +255,8 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
 
     split = "" if split_column is not None else split
     of_folders = {} if split or split_column is not None else _splits_below(found, base)
-    has_splits = split or split_column is not None or of_folders
-    is_labeled = label is not None or (in_folders and has_splits)
-    if not is_labeled:
+    is_by_folder = in_folders and (split or split_column is not None or of_folders)
+    if label is None and not is_by_folder:
         return "contain no labels"
 
     # Places that differ only in the folder are equally good.
@@ -403,10 +401,8 @@ def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> 
     trees: dict[str, Tree] = {}
     described = []
     for each, of_list in zip(lists, images, strict=True):
-        number = 0
-        for split, of_split in of_list.items():
-            trees[split] = _tree_of_split(root, each.base, of_split, names)
-            number += sum(map(len, of_split.values()))
+        trees |= _trees_of_list(root, each.base, of_list, names)
+        number = sum(sum(map(len, of_split.values())) for of_split in of_list.values())
         described.append(f"{each.path} ({number:,} of {counted(below[each.base], 'image')})")
 
     folders = [f"{folder} ({number:,})" for folder, number in unlisted.most_common()]
@@ -467,13 +463,15 @@ def _match_images(
     return below, unlisted
 
 
-def _tree_of_split(
-    root: Tree, base: str, of_split: Mapping[str, list[str]], names: Mapping[str, str]
-) -> TableTree:
-    """Return the folder `base` with the images of each label there, under the label's name."""
+def _trees_of_list(
+    root: Tree, base: str, of_list: ImagesOfList, names: Mapping[str, str]
+) -> Iterator[tuple[str, TableTree]]:
+    """Yield each split of a list with the images of its classes below `base`."""
+    folder = subtree(root, filter(None, base.split("/")))
     start = len(base) + bool(base)
-    by_class = {names[k]: [path[start:] for path in paths] for k, paths in of_split.items()}
-    return TableTree(subtree(root, filter(None, base.split("/"))), by_class)
+    for split, of_split in of_list.items():
+        by_class = {names[k]: [path[start:] for path in paths] for k, paths in of_split.items()}
+        yield split, TableTree(folder, by_class)
 
 
 # ---- naming classes ------------------------------------------------------------------------------
@@ -504,14 +502,14 @@ def _name_classes(
         candidates = [*in_paths.items(), ("the numbers", names_of_numbers)]
 
     range_of_labels = f"{labels_in_order[0]} to {labels_in_order[-1]}"
+    is_moved = numbers != list(range(len(numbers)))
+    moved = f"; {range_of_labels} become the labels from 0 on" if is_moved else ""
     for source, names in candidates:
         of_label = {label: names.get(int(label), "") for label in labels_in_order}
-        are_distinct = len(set(of_label.values()) - {""}) == len(labels)
-        if are_distinct:
+        names_used = set(of_label.values()) - {""}
+        if len(names_used) == len(labels):
             if files:
-                _check_against_paths(root, source, names, set(of_label.values()), in_paths)
-            is_moved = numbers != list(range(len(numbers)))
-            moved = f"; {range_of_labels} become the labels from 0 on" if is_moved else ""
+                _check_against_paths(root, source, names, names_used, in_paths)
             return of_label, f"; class names: {source}{moved}"
 
     raise PrepError(
@@ -538,13 +536,11 @@ def _names_in_file(
     numbers: the sorted labels.
     """
     lines = [line.strip() for line in root.lines(file) if line.strip()]
-    name_of: dict[int, str] = {}
-    for line in lines:
-        match = _NUMBERED_CLASS.fullmatch(line)
-        if match:
-            number = int(match["first"] or match["last"])
-            name_of[number] = (match["after"] or match["before"]).lstrip("/")
-    yield name_of
+    matches = filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
+    yield {
+        int(match["first"] or match["last"]): (match["after"] or match["before"]).lstrip("/")
+        for match in matches
+    }
 
     # If classes were missing, the first line could be class 0 or 1. If only folders have the
     # training images, the numbers could be those of the sorted folders.
@@ -558,19 +554,19 @@ def _check_against_paths(
     root: Tree,
     source: str,
     names: Mapping[int, str],
-    used_names: set[str],
+    names_used: set[str],
     in_paths: Mapping[str, Mapping[int, str]],
 ) -> None:
     """Raise PrepError if the paths of images have the same names, but in another order.
 
     Args:
         source: The file of the names.
-        used_names: Those of `names` that are names of labels.
+        names_used: Those of `names` that are names of labels.
         in_paths: The names in the folders and in the names of images.
     """
     for place, others in in_paths.items():
         differing = [k for k in others if names[k] != others[k]]
-        if differing and set(others.values()) == used_names:
+        if differing and set(others.values()) == names_used:
             raise PrepError(
                 f"{root}: class {differing[0]} is {names[differing[0]]} in {source}, but"
                 f" {others[differing[0]]} in {place}: correct or remove {source}"

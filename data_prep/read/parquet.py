@@ -219,8 +219,7 @@ def _listed(path: Path, columns: Columns) -> Spooled:
     rows = _read_rows(path, columns)
     num_rows = len(rows["names"])
     sizes = np.full(num_rows, path.stat().st_size // max(1, num_rows))
-    offsets = np.zeros(num_rows, np.int64)
-    return Spooled(path, path, rows["names"], rows["labels"], offsets, sizes)
+    return Spooled(path, path, rows["names"], rows["labels"], np.zeros(num_rows, np.int64), sizes)
 
 
 def spool(files: Sequence[Path], builder: Builder, columns: Columns) -> Iterator[Spooled]:

@@ -204,9 +204,8 @@ def shortened(text: str, fits: Callable[[str], bool]) -> str:
     text = re.sub(r"\s+", " ", text)
     for num_dropped in range(max(1, len(text))):
         length = len(text) - num_dropped
-        short = text
-        if num_dropped:
-            short = f"{text[: math.ceil(length / 2)]}…{text[len(text) - length // 2 :]}"
+        cut = f"{text[: math.ceil(length / 2)]}…{text[len(text) - length // 2 :]}"
+        short = cut if num_dropped else text
         if fits(short):
             return short
     return "…"

@@ -352,9 +352,8 @@ def _restart_markers(changed: Mapping[str, int]) -> list[str]:
 
 
 def _source(card: Card) -> list[str]:
-    lines = ["Unknown."]
-    if "source" in card.info:
-        lines = [f"Created by `python -m data_prep.{card.info['source']}`."]
+    source = card.info.get("source")
+    lines = ["Unknown." if source is None else f"Created by `python -m data_prep.{source}`."]
     if card.info.get("origin"):
         lines.append("\n".join(f"- {escaped(line)}" for line in card.info["origin"]))
     if card.info.get("options"):

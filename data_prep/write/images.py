@@ -119,9 +119,8 @@ def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if policy.restart_markers == "off":
         return prepared
     marked = restart_markers.with_restart_markers(prepared.data)
-    note = restart_markers.MARKED
-    if marked.reason is not None:
-        note = f"{restart_markers.UNMARKED}{marked.reason}"
+    is_marked = marked.reason is None
+    note = restart_markers.MARKED if is_marked else f"{restart_markers.UNMARKED}{marked.reason}"
     change = f"{prepared.change}, {note}" if prepared.change else note
     return prepared._replace(data=marked.data, change=change)
 

@@ -60,11 +60,9 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
                 " random access: decompress them first (gunzip, bunzip2, unxz, unzstd)"
             )
         folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
-        inside = ""
-        if folders:
-            inside = f", only in its subfolders {few(folders)}: move or link them into this folder"
+        inside = f", only in its subfolders {few(folders)}: move or link them into this folder"
         raise PrepError(
-            f"{root}: found no .tar files{inside}; expected <split>-00000.tar or"
+            f"{root}: found no .tar files{inside if folders else ''}; expected <split>-00000.tar or"
             " <anything>-<split>-00000.tar"
         )
 

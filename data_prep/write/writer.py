@@ -282,18 +282,16 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
     if len(entries) <= allowed:
         return
 
-    total = sum(plan.catalog.splits.values())
     seen = len(entries) + sum(sidecar["num_samples"] for sidecar in sidecars.values())
-    follow = ""
-    if seen < total:
-        follow = f"; the {total - seen:,} images that were not read yet may add others"
+    unseen = sum(plan.catalog.splits.values()) - seen
+    hint = f"; the {unseen:,} images that were not read yet may add others" if unseen > 0 else ""
 
     lines = [
         f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}" for entry in entries
     ]
     raise PrepError(
         f"{len(entries)} images cannot be read, more than the {_allowed(plan)} that"
-        f" --max-unreadable {plan.settings.max_unreadable} allows{follow}. Repair or replace them,"
+        f" --max-unreadable {plan.settings.max_unreadable} allows{hint}. Repair or replace them,"
         f" or allow more (--max-unreadable {share_to_allow(len(entries), seen)}), and run the same"
         f" command again (complete shards are kept):\n  {few(lines, 20, NEXT_LINE)}"
     )
