@@ -88,10 +88,10 @@ def _sizes(data: DataSet, names: list[str]) -> dict[str, int | str]:
             for name, path in paths.items()
         }
 
-    versions = RemoteFolder(data.tars_at).stats(names)
+    versions = zip(names, RemoteFolder(data.tars_at).stats(names), strict=True)
     return {
         name: version.size if isinstance(version, Version) else version
-        for name, version in zip(names, versions, strict=True)
+        for name, version in versions
     }
 
 
