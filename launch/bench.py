@@ -13,8 +13,6 @@ launch/plan.py reads from benchmarks/results. No run folder is written. Exit sta
 user mistake.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

@@ -5,8 +5,6 @@ error on an old Python or torch. This file imports nothing from this project and
 A test compares its versions with pyproject.toml. Only rank 0 prints.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -29,8 +29,6 @@ signal. Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a 
 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@
 Exit status: 0; 2 for a word that no key contains.
 """
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections import defaultdict

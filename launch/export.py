@@ -18,8 +18,6 @@ missing repository is created and public: for a private one, first run `hf repos
 --private`. The same command later replaces these files, including the model card.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from argparse import Namespace

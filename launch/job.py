@@ -13,8 +13,6 @@ checkpoint, or an unreachable store: a scheduler should allow a few. `--check` d
 exits with status 0 on success, 75 if a signal stopped it, and 2 otherwise, to prevent retries.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -11,8 +11,6 @@ assumed if the shards cannot be opened. `--json` prints one object, in which `fi
 GPUs have enough memory. Exit status: 0, or 2 after a user mistake.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

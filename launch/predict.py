@@ -12,8 +12,6 @@ final names when complete. Exit status: 0 all images were predicted; 1 some coul
 rest were predicted; 2 a mistake to correct, nothing was written; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Sequence

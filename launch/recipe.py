@@ -13,8 +13,6 @@ MAE's main_finetune.py, train.py of timm and torchvision, deit3-jax and big_visi
 does not run code of these programs. Exit status: 0 done, 2 a mistake to correct.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from argparse import Namespace

@@ -9,8 +9,6 @@ Steps are counted from 1, and step 300 is the update that metrics.jsonl logs as 
 unchanged data are needed, and the run is not changed. Exit status: 0 done, 2 a mistake to correct.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ page and of each picture. Exit status: 0 done, 1 a bug, with its stack, 2 a mist
 interrupted.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@ The run folder contains each image's losses over the epochs (log.sample_losses).
 offline. Look at it before excluding images. Exit status: 0 done, 2 a mistake to correct.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from contextlib import suppress

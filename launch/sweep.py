@@ -7,8 +7,6 @@ between the runs become columns. The last lines give mean and standard deviation
 differ only in the seed.
 """
 
-from __future__ import annotations
-
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ without leaving files behind. Exit status: 0 finished, stopped and saved, or a c
 failures; 2 a user mistake, or a check with failures.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import timedelta

@@ -12,8 +12,6 @@ folders and tars (--image). The suffix of --out selects the format. png is the d
 svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
