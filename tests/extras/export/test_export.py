@@ -138,6 +138,16 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
         assert all(torch.equal(again.weights[n], v) for n, v in subject.model.state_dict().items())
 
 
+def test_an_onnx_model_whose_logits_are_nan_is_refused(tmp_path):
+    """A maximum over batches must not drop the NaN of one of them."""
+    subject = subject_of()
+    with torch.no_grad():
+        subject.model.head.bias[1] = float("nan")
+    with pytest.raises(WeightsError, match="differ from the model's by nan of the largest logit"):
+        export("onnx", subject, ORIGIN, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.full
 def test_an_onnx_model_above_2_gib_stores_its_weights_in_a_separate_file(tmp_path):
     """Three blocks with a width of 4,096 take 2.3 GiB, which exceeds the protobuf size limit."""
