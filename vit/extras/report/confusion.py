@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.extras.report.drawing import (
+    HEADING_IN,
     ORANGE,
     SMALL_PT,
     add_title,
@@ -25,6 +26,10 @@ from vit.extras.report.drawing import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+MOST_CELLS = 350
+"""The maximum number of cells per side, because cells smaller than a pixel would be invisible."""
 
 
 def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) -> NDArray[np.int64]:
@@ -58,8 +63,7 @@ def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], pictur
 
     Up to 20 classes are drawn with counts and names, correct predictions in blue and mistakes in
     orange. For more classes, only mistakes are drawn, as an image with a logarithmic scale.
-    Neighboring classes are merged to at most 350 cells per side, because cells smaller than a pixel
-    would be invisible.
+    Neighboring classes are merged to at most `MOST_CELLS` per side.
     """
     is_small = len(matrix) <= 20
     with drawing(picture, 7.6 if is_small else 6.9, layout="constrained") as figure:
@@ -119,24 +123,22 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
 
 
 def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
+    """Draw only the mistakes, colored by their share of the images with this true class."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    pool = math.ceil(len(matrix) / 350)
-    edges = np.arange(0, len(matrix), pool)
-    mistakes = matrix.copy()
-    np.fill_diagonal(mistakes, 0)
-    mistakes = np.add.reduceat(np.add.reduceat(mistakes, edges, axis=0), edges, axis=1)
-    percent = 100.0 * mistakes / np.add.reduceat(matrix.sum(1), edges).clip(1)[:, None]
+    merged = math.ceil(len(matrix) / MOST_CELLS)
+    percent = _mistakes_percent(matrix, merged)
     lowest = percent[percent > 0].min(initial=100.0)
+    side = len(percent) * merged
 
     drawn = axes.imshow(
         np.ma.masked_equal(percent, 0),
         cmap=colormaps["inferno"].with_extremes(bad="black"),
         # The darkest colors are invisible on black, so the scale begins below the lowest value.
         norm=LogNorm(lowest / 3, max(percent.max(), 3 * lowest)),
-        extent=(0, len(edges) * pool, len(edges) * pool, 0),
+        extent=(0, side, side, 0),
         interpolation="nearest",
     )
 
@@ -146,8 +148,24 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
     bar.set_label("mistakes, % of the images in the row")
     bar.ax.set_ylim(lowest / 1.1)
-    if pool > 1:
-        axes.set(xlabel=f"predicted class (a cell: {pool} × {pool} classes)")
+    if merged > 1:
+        axes.set(xlabel=f"predicted class (a cell: {merged} × {merged} classes)")
+
+
+def _mistakes_percent(matrix: NDArray[np.int64], merged: int) -> NDArray[np.float64]:
+    """Return the mistakes in each cell, in percent of the images in its row.
+
+    A cell contains `merged` neighboring classes in both directions.
+    """
+    edges = np.arange(0, len(matrix), merged)
+    mistakes = matrix.copy()
+    np.fill_diagonal(mistakes, 0)
+
+    # `reduceat` adds up what lies between the edges.
+    rows = np.add.reduceat(mistakes, edges, axis=0)
+    cells = np.add.reduceat(rows, edges, axis=1)
+    num_images = np.add.reduceat(matrix.sum(1), edges)
+    return 100.0 * cells / num_images.clip(1)[:, None]
 
 
 def plot_most_confused(
@@ -161,14 +179,14 @@ def plot_most_confused(
     examples: a possibly empty list of images, (1 or 3, H, W) uint8, for each pair. Returns
     `picture`.
     """
-    row = 0.92
+    row_in = 0.92
     text_in = 2.75
-    thumb = 0.78
+    thumb_in = 0.78
 
-    with drawing(picture, 0.5 + row * len(pairs)) as figure:
+    with drawing(picture, HEADING_IN + row_in * len(pairs)) as figure:
         sheet = new_sheet(figure, "Most frequent mistakes: true → predicted")
         for i, (true, predicted, count, total) in enumerate(pairs):
-            top = 0.5 + i * row
+            top = HEADING_IN + i * row_in
             lines = {
                 display_name(class_names, true): "bold",
                 f"→ {display_name(class_names, predicted)}": "bold",
@@ -180,7 +198,8 @@ def plot_most_confused(
 
             sheet.barh(top + 0.7, text_in * count / pairs[0][2], 0.1, 0.1, color=ORANGE)
             for j, image in enumerate(examples[i][:6]):
-                left = text_in + 0.25 + j * (thumb + 0.06)
-                sheet.barh(top + thumb / 2, thumb, thumb, left, color="#eeeeee", zorder=-1)
-                place(sheet, to_pixels(image), at=(left, top), size=(thumb, thumb))
+                left = text_in + 0.25 + j * (thumb_in + 0.06)
+                middle = top + thumb_in / 2
+                sheet.barh(middle, thumb_in, thumb_in, left, color="#eeeeee", zorder=-1)
+                place(sheet, to_pixels(image), at=(left, top), size=(thumb_in, thumb_in))
     return picture

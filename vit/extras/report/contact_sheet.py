@@ -12,16 +12,19 @@ from textwrap import wrap
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vit.config.schema import AugmentConfig, Config, StreamConfig
-from vit.data.augment.apply import create_augment
+from vit.data.augment.apply import Augment, create_augment
 from vit.data.augment.draw import mixes
 from vit.data.augment.table import describe
 from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.open_data import choose_num_classes, open_split, open_train_set
-from vit.data.order import make_order
+from vit.data.order import Order, make_order
+from vit.data.shards.split import Split
+from vit.data.sources import Sources
 from vit.extras.report.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
 
 CAPTION_PT = 7.5
@@ -46,8 +49,8 @@ def make_contact_sheet(
     shares = train.shares[:1]
     num_available = shares[0].num_samples if shares else split.num_samples
     does_mix = mixes(config.augment)
-    group = config.augment.mix_group_size if does_mix else 1
-    num_rows = math.ceil(num_images / group) * group
+    group_size = config.augment.mix_group_size if does_mix else 1
+    num_rows = math.ceil(num_images / group_size) * group_size
     if num_rows > num_available:
         raise ValueError(
             f"{num_rows} images were requested, but {data.root} has only {num_available} training"
@@ -59,37 +62,34 @@ def make_contact_sheet(
     form = ImageFormat.from_config(config.model, data)
     # An epoch is one batch, so all batches contain the same images.
     order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
-
-    height, width = form.size
-    aspect = width / height
-    center = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(aspect, aspect), hflip_prob=0.0)
-    with Loader(TrainBatches(split, order, center, form), 0, 1) as loader:
-        batch = next(loader)
-        columns = {"original": [Cell(batch.images[row].clone(), []) for row in _sorted(batch)]}
+    columns = {"original": _original_cells(split, order, form)}
 
     num_batches = num_draws + does_mix
-    side = cell_width_in(1 + num_batches)
+    width_in = cell_width_in(1 + num_batches)
     unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
     # Each column is an epoch, so `mixup_off_epoch` could switch mixing off in the last column.
     mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
+    draw = create_augment(unmixed, data, num_classes, device)
+    mix = create_augment(mixed, data, num_classes, device)
+
     batches = TrainBatches(split, order, mixed, form, on_bad_image=config.loader.on_bad_image)
     with Loader(batches, 0, num_batches) as loader:
-        for number, batch in enumerate(loader):
-            is_draw = number < num_draws
-            augment = create_augment(unmixed if is_draw else mixed, data, num_classes, device)
-            on_device = batch.to(device)
-            inputs, targets = augment(on_device.images, on_device.labels, batch.table)
-            images = as_colors(inputs, data.mean, data.std)
+        for number in range(1, num_draws + 1):
+            batch = next(loader)
+            images, _ = _augmented(batch, draw, config, device)
+            columns[f"draw {number}"] = [
+                Cell(images[row], _caption(config.augment, batch, row, width_in))
+                for row in _sorted(batch)
+            ]
+        if does_mix:
+            batch = next(loader)
+            images, targets = _augmented(batch, mix, config, device)
+            columns["as mixed"] = [
+                Cell(images[row], share_lines(targets[row], split.class_names, width_in))
+                for row in _sorted(batch)
+            ]
 
-            cells = []
-            for row in _sorted(batch):
-                if is_draw:
-                    caption = _caption(config.augment, batch, row, side)
-                else:
-                    caption = share_lines(targets[row].cpu(), split.class_names, side)
-                cells.append(Cell(images[row], caption))
-            columns[f"draw {number + 1}" if is_draw else "as mixed"] = cells
-
+    height, width = form.size
     return plot_cells(
         [cell for row in zip(*columns.values(), strict=True) for cell in row],
         len(columns),
@@ -98,6 +98,25 @@ def make_contact_sheet(
         titles=list(columns),
         caption_pt=CAPTION_PT,
     )
+
+
+def _original_cells(split: Split | Sources, order: Order, form: ImageFormat) -> list[Cell]:
+    """Return a center crop of each image, without a caption."""
+    height, width = form.size
+    aspect = width / height
+    center = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(aspect, aspect), hflip_prob=0.0)
+    with Loader(TrainBatches(split, order, center, form), 0, 1) as loader:
+        batch = next(loader)
+        return [Cell(batch.images[row].clone(), []) for row in _sorted(batch)]
+
+
+def _augmented(
+    batch: Batch, augment: Augment, config: Config, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the images as colors, (B, C, H, W), and the targets, (B, classes), on the CPU."""
+    on_device = batch.to(device)
+    inputs, targets = augment(on_device.images, on_device.labels, batch.table)
+    return as_colors(inputs, config.data.mean, config.data.std), targets.cpu()
 
 
 def _sorted(batch: Batch) -> list[int]:

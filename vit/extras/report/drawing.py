@@ -34,6 +34,14 @@ TITLE_PT = 12.0
 TEXT_PT = 10.5
 SMALL_PT = 9.5
 GAP_IN = 0.08
+HEADING_IN = 0.5
+"""The height of a sheet's heading."""
+TITLES_IN = 0.25
+"""The height of the column titles below the heading."""
+TITLES_Y_IN = 0.6
+"""The middle of the column titles, from the top of the sheet."""
+LINE_PT_PER_IN = 55
+"""Lines of 1 pt would be 1/55 inch apart: a point is 1/72 inch, and the rest is line spacing."""
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
@@ -145,7 +153,7 @@ def _missing_letters_once() -> Iterator[None]:
 def new_sheet(figure: Figure, heading: str) -> Axes:
     """Add axes that cover the figure, in inches from the top left corner, and draw a heading.
 
-    The heading occupies the top 0.5 inches.
+    The heading occupies the top `HEADING_IN`.
     """
     width, height = figure.get_size_inches()
     axes = figure.add_axes((0, 0, 1, 1))
@@ -197,26 +205,28 @@ def plot_cells(
     titles: column titles.
     """
     height, width = cells[0].image.shape[1:]
-    side = cell_width_in(num_columns)
-    tall = side * height / width
-    line_in = caption_pt / 55
-    row_in = tall + line_in * max(len(cell.caption) for cell in cells) + 2 * GAP_IN
-    top = 0.75 if titles else 0.5
+    width_in = cell_width_in(num_columns)
+    height_in = width_in * height / width
+    line_in = caption_pt / LINE_PT_PER_IN
+    row_in = height_in + line_in * max(len(cell.caption) for cell in cells) + 2 * GAP_IN
+    header_in = HEADING_IN + TITLES_IN if titles else HEADING_IN
+    lefts_in = [GAP_IN + column * (width_in + GAP_IN) for column in range(num_columns)]
 
-    with drawing(picture, top + row_in * math.ceil(len(cells) / num_columns)) as figure:
+    with drawing(picture, header_in + row_in * math.ceil(len(cells) / num_columns)) as figure:
         sheet = new_sheet(figure, heading)
-        for column, title in enumerate(titles):
-            middle = GAP_IN + column * (side + GAP_IN) + side / 2
-            sheet.text(middle, 0.6, title, ha="center", va="center", size=SMALL_PT)
+        for left, title in zip(lefts_in, titles, strict=False):
+            middle = left + width_in / 2
+            sheet.text(middle, TITLES_Y_IN, title, ha="center", va="center", size=SMALL_PT)
 
         for number, cell in enumerate(cells):
             row, column = divmod(number, num_columns)
-            left = GAP_IN + column * (side + GAP_IN)
-            bottom = top + row * row_in + tall
-            place(sheet, to_pixels(cell.image), at=(left, bottom - tall), size=(side, tall))
+            left = lefts_in[column]
+            bottom = header_in + row * row_in + height_in
+            size = (width_in, height_in)
+            place(sheet, to_pixels(cell.image), at=(left, bottom - height_in), size=size)
             for n, line in enumerate(cell.caption, 1):
                 y = bottom + line_in * n
-                sheet.text(left + side / 2, y, line, ha="center", size=caption_pt)
+                sheet.text(left + width_in / 2, y, line, ha="center", size=caption_pt)
     return picture
 
 

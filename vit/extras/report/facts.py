@@ -37,40 +37,46 @@ def run_state(
     """Return the state of the run: a word, a sentence and the progress."""
     step = max((line["step"] for line in history.lines), default=0)
     total = plan.get("total_steps")
-    progress = f"step {step:,}"
-    if total:
-        progress += f" of {total:,}"
+    progress = f"step {step:,} of {total:,}" if total else f"step {step:,}"
 
     times = [line["time"] for line in history.lines if line.get("time") is not None]
     age = duration(max(now_s - max(times), 0)) if times else "an unknown time"
+
     last = history.attempts[-1] if history.attempts else Attempt(0, {}, [], "not started")
     outcome = last.outcome
-    by = ""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        by = f" by {json.loads((run_dir / STOPPED_FILE).read_bytes())['signal'] or 'request'}"
-
-    resume = "the same command resumes from its newest checkpoint"
-    newest = f"the last line of metrics.jsonl is {age} old"
-    sentences = {
-        "finished": f"Finished at {progress}.",
-        "stopped": f"Stopped{by} at {progress} and saved; {resume}.",
-        "failed": f"Failed at {progress}: {last.reason}",
-        "running": f"Running, at {progress}; {newest}.",
-        "killed": f"Killed after {progress}; {resume}.",
-        "unclear": f"Running or killed, at {progress}; {newest}.",
-        "not started": "metrics.jsonl is still empty.",
-    }
-
     return {
         "word": "running?" if outcome == "unclear" else outcome,
         "tone": {"finished": "good", "failed": "bad", "killed": "bad"}.get(outcome, "busy"),
-        "sentence": sentences.get(outcome, f"{outcome} at {progress}."),
+        "sentence": _outcome_sentence(last, progress, age, run_dir),
         "step": step,
         "total_steps": total,
         "began_s": min(times, default=None),
         "ended_s": max(times, default=None),
         "share": min(step / total, 1.0) if total else None,
     }
+
+
+def _outcome_sentence(attempt: Attempt, progress: str, age: str, run_dir: Path) -> str:
+    """Describe how far an attempt came and how it ended. age: that of the newest line."""
+    resume = "the same command resumes from its newest checkpoint"
+    newest = f"the last line of metrics.jsonl is {age} old"
+    sentences = {
+        "finished": f"Finished at {progress}.",
+        "stopped": f"Stopped{_stopped_by(run_dir)} at {progress} and saved; {resume}.",
+        "failed": f"Failed at {progress}: {attempt.reason}",
+        "running": f"Running, at {progress}; {newest}.",
+        "killed": f"Killed after {progress}; {resume}.",
+        "unclear": f"Running or killed, at {progress}; {newest}.",
+        "not started": "metrics.jsonl is still empty.",
+    }
+    return sentences.get(attempt.outcome, f"{attempt.outcome} at {progress}.")
+
+
+def _stopped_by(run_dir: Path) -> str:
+    """Return ` by SIGTERM`, for example, or "" if the folder does not tell what stopped the run."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return f" by {json.loads((run_dir / STOPPED_FILE).read_bytes())['signal'] or 'request'}"
+    return ""
 
 
 def config_facts(

@@ -174,44 +174,26 @@ def page_template(name: str) -> jinja2.Template:
 
 
 def _page_values(source: ReportSource, history: History, pictures: Pictures) -> dict[str, Any]:
+    """Return all values of the template."""
     run_dir = source.run_dir
     made_s = time.time()
     plan = history.plan
 
-    config = None
-    config_problem = config_text = ""
-    config_facts = []
-    settings = []
-    try:
-        config = source.config
-    except ValueError as error:
-        config_problem = as_sentence(error)
-        if (run_dir / CONFIG_FILE).is_file():
-            config_text = shown((run_dir / CONFIG_FILE).read_text("utf-8", errors="replace"))
-    else:
-        config_facts = facts.config_facts(source, config, plan)
-        config_facts += facts.twin_facts(history, run_dir, config)
-        settings = facts.setting_rows(config)
-
-    best_by = config.eval.best_by if config else VAL
-    evaluations = facts.evaluation_rows(history, plan, best_by)
+    config_values = _config_values(source, history)
+    evaluations = facts.evaluation_rows(history, plan, config_values["best_by"])
     classes = pictures.class_accuracies
     with_images = [row for row in classes if row.num_images]
 
     return {
+        **config_values,
         "name": run_dir.resolve().name,
         "script_hash": _script_hash(),
         "made_s": made_s,
         "state": facts.run_state(history, plan, run_dir, made_s),
-        "facts": [
-            *config_facts,
-            *facts.host_facts(history, config.train.precision if config else ""),
-        ],
         "evaluations": evaluations,
         "averaged": any(row["top1_ema"] is not None for row in evaluations),
         "headline": facts.headline(evaluations),
         "has_top5": len(source.class_names) not in range(1, TOP5_CLASSES),
-        "best_by": best_by,
         "reference": facts.reference_facts(history, evaluations),
         "sets": facts.set_rows(history),
         "has_norms": bool(history.of_kind("norms")),
@@ -221,16 +203,43 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "num_mistakes": pictures.num_mistakes,
         "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),
         "empty_classes": len(classes) - len(with_images),
-        "throughput": facts.throughput(history, config.data.global_batch_size if config else 0),
         "attempts": history.attempts,
         "checkpoints": [line for line in history.of_kind("checkpoint") if line.get("sha256")],
-        "exact_over_ranks": config is not None and config.train.exact_over_ranks,
         "faults": facts.fault_lists(history, run_dir),
-        "settings": settings,
-        "config_problem": config_problem,
-        "config_text": config_text,
         "plan": plan,
         "provenance": facts.provenance_rows(history),
+    }
+
+
+def _config_values(source: ReportSource, history: History) -> dict[str, Any]:
+    """Return the values that depend on the config, or why it cannot be read, with its text."""
+    try:
+        config = source.config
+    except ValueError as error:
+        file = source.run_dir / CONFIG_FILE
+        text = file.read_text("utf-8", errors="replace") if file.is_file() else ""
+        return {
+            "facts": facts.host_facts(history, ""),
+            "best_by": VAL,
+            "throughput": facts.throughput(history, 0),
+            "exact_over_ranks": False,
+            "settings": [],
+            "config_problem": as_sentence(error),
+            "config_text": shown(text),
+        }
+
+    return {
+        "facts": [
+            *facts.config_facts(source, config, history.plan),
+            *facts.twin_facts(history, source.run_dir, config),
+            *facts.host_facts(history, config.train.precision),
+        ],
+        "best_by": config.eval.best_by,
+        "throughput": facts.throughput(history, config.data.global_batch_size),
+        "exact_over_ranks": config.train.exact_over_ranks,
+        "settings": facts.setting_rows(config),
+        "config_problem": "",
+        "config_text": "",
     }
 
 

@@ -115,39 +115,26 @@ class Replay:
     """
 
     def __init__(self, source: ReportSource, step: int, rank: int | None = None):
-        self.source = source
-        self.step = step
-
-        record = source.run_dir / METRICS_FILE
-        lines = read_metrics(record)
-        starts = [line for line in lines if line["kind"] == "start" and line["step"] < step]
-        last = max((line["step"] for line in lines), default=0)
-        if not last:
-            raise ValueError(
-                f"{record}: contains no training steps: pass the folder of a run that has trained,"
-                " such as runs/demo"
-            )
-        if not 1 <= step <= last or not starts:
-            raise ValueError(
-                f"--step {step}: {source.run_dir} has steps 1 to {last}: pass one of them"
-            )
-
+        start = _start_before(source.run_dir, step)
         config = source.config
         train = source.train_set
-        self.world_size = int(starts[-1].get("world_size", 1))
+        self.source = source
+        self.step = step
+        self.world_size = int(start.get("world_size", 1))
         self.order = source.order
         self.position = step - 1
-        self._check_same(starts[-1])
+        self._check_same(start)
 
-        self._rows_of_ranks = self._divided(starts[-1])
-        self.rows = range(self.order.global_batch_size)
-        if rank is not None:
-            if not 0 <= rank < self.world_size:
-                raise ValueError(
-                    f"--rank {rank}: step {step} ran with world size {self.world_size}: pass 0 to"
-                    f" {self.world_size - 1}"
-                )
+        self._rows_of_ranks = self._divided(start)
+        if rank is None:
+            self.rows = range(self.order.global_batch_size)
+        elif 0 <= rank < self.world_size:
             self.rows = self._rows_of_ranks[rank]
+        else:
+            raise ValueError(
+                f"--rank {rank}: step {step} ran with world size {self.world_size}: pass 0 to"
+                f" {self.world_size - 1}"
+            )
 
         # Load all rows, so that row numbers are those in the global batch.
         self._batches = TrainBatches(
@@ -282,6 +269,26 @@ class Replay:
                 " because the run was continued with different settings, or an override changes the"
                 " order: pass the original settings as section.key=value"
             )
+
+
+def _start_before(run_dir: Path, step: int) -> dict[str, Any]:
+    """Return the `start` line of the attempt that did this step.
+
+    Raises ValueError if the run did not reach the step.
+    """
+    record = run_dir / METRICS_FILE
+    lines = read_metrics(record)
+    last = max((line["step"] for line in lines), default=0)
+    if not last:
+        raise ValueError(
+            f"{record}: contains no training steps: pass the folder of a run that has trained,"
+            " such as runs/demo"
+        )
+
+    starts = [line for line in lines if line["kind"] == "start" and line["step"] < step]
+    if not 1 <= step <= last or not starts:
+        raise ValueError(f"--step {step}: {run_dir} has steps 1 to {last}: pass one of them")
+    return starts[-1]
 
 
 def _mixing(table: NDArray[np.float32], partner: int, partner_key: str) -> dict[str, Any]:

@@ -67,32 +67,44 @@ def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
     Images with equal checksums and sizes in the index are compared byte by byte. Raises
     ShardError if an image cannot be read.
     """
-    train = _names(split)
-    evaluated = _names(val_split)
-    labels = split.index["label"]
+    keys = _keys(split)
+    return Duplicates(_equal_groups(split, keys), _equal_pairs(split, keys, val_split))
 
-    order = np.argsort(train, kind="stable")
+
+def _equal_groups(split: Split | Sources, keys: NDArray[np.uint64]) -> list[list[int]]:
+    """Return the groups of identical training images, those with different labels first."""
+    # Sort the images by key, and cut wherever the key changes.
+    order = np.argsort(keys, kind="stable")
     groups = []
-    for members in np.split(order, np.flatnonzero(np.diff(train[order])) + 1):
-        if len(members) > 1:
+    for candidates in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
+        if len(candidates) > 1:
             by_bytes: dict[bytes, list[int]] = {}
-            for sample in members.tolist():
+            for sample in candidates.tolist():
                 by_bytes.setdefault(split.read(sample), []).append(sample)
             groups += [same for same in by_bytes.values() if len(same) > 1]
-    groups.sort(key=lambda same: (len(set(labels[same].tolist())) == 1, same))
 
-    val_order = np.argsort(evaluated, kind="stable")
-    places = np.searchsorted(evaluated[val_order], train)
-    val_samples = val_order[np.minimum(places, len(evaluated) - 1)]
-    pairs = [
+    labels = split.index["label"]
+    return sorted(groups, key=lambda same: (len(set(labels[same].tolist())) == 1, same))
+
+
+def _equal_pairs(
+    split: Split | Sources, keys: NDArray[np.uint64], val_split: Split
+) -> list[tuple[int, int]]:
+    """Return the training images that are also validation images, each with its equal."""
+    # For each training image, find the first validation image whose key is not smaller.
+    val_keys = _keys(val_split)
+    val_order = np.argsort(val_keys, kind="stable")
+    places = np.searchsorted(val_keys[val_order], keys)
+    val_samples = val_order[np.minimum(places, len(val_keys) - 1)]
+
+    return [
         (sample, int(val_samples[sample]))
-        for sample in np.flatnonzero(evaluated[val_samples] == train).tolist()
+        for sample in np.flatnonzero(val_keys[val_samples] == keys).tolist()
         if split.read(sample) == val_split.read(int(val_samples[sample]))
     ]
-    return Duplicates(groups, pairs)
 
 
-def _names(split: Split | Sources) -> NDArray[np.uint64]:
+def _keys(split: Split | Sources) -> NDArray[np.uint64]:
     """Return a number for each image that combines its checksum and its size, (N,)."""
     return np.concatenate([image_keys(each.index) for each in split.splits])
 

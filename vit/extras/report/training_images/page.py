@@ -131,29 +131,41 @@ def _shown(
     curves: SampleCurves | None = None,
 ) -> dict[str, Any]:
     """Return the template fields for an image. curves: None for a validation image."""
-    label = int(split.index[sample]["label"] if curves is None else source.train_labels[sample])
-    notes = []
     if curves is None:
-        notes.append(f"validation image in {split.name!r}")
-    elif curves.num_seen[sample]:
-        notes.append(f"augmented: mean margin {curves.mean_margin[sample]:.2f}")
-        first = int(curves.first_right[sample])
-        notes.append(f"first correct in epoch {first}" if first else "never correct")
-    times = 0 if curves is None else int(curves.times_forgotten[sample])
-    if times:
-        notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
+        label = int(split.index[sample]["label"])
+        curve = Markup("")
+        notes = [f"validation image in {split.name!r}"]
+    else:
+        label = int(source.train_labels[sample])
+        curve = _curve(curves, sample)
+        notes = _training_notes(curves, sample)
 
+    # Without weights, no class is predicted (-1).
     predicted, share = prediction
     percent = f"{100 * share:.0f}\N{NO-BREAK SPACE}%"
     return {
         "key": split.key(sample),
         "label": source.class_names[label],
         "uri": _picture(split, sample),
-        "curve": Markup("") if curves is None else _curve(curves, sample),
+        "curve": curve,
         "notes": notes,
         "predicted": f"{source.class_names[predicted]}, {percent}" if predicted >= 0 else "",
         "differs": predicted != label,
     }
+
+
+def _training_notes(curves: SampleCurves, sample: int) -> list[str]:
+    """Describe how a training image was classified during training."""
+    notes = []
+    if curves.num_seen[sample]:
+        first_epoch = int(curves.first_right[sample])
+        notes.append(f"augmented: mean margin {curves.mean_margin[sample]:.2f}")
+        notes.append(f"first correct in epoch {first_epoch}" if first_epoch else "never correct")
+
+    times = int(curves.times_forgotten[sample])
+    if times:
+        notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
+    return notes
 
 
 def _picture(split: Split | Sources, sample: int) -> str:
