@@ -42,16 +42,17 @@ import yaml
 
 from vit.config.hints import all_keys, from_other_name
 
-_ONE: dict[str, type[int | float | str]] = {"int": int, "float": float, "str": str}
-_MANY = {f"{name}s": kind for name, kind in _ONE.items()}
-_TYPES = _ONE | _MANY
+_SCALARS: dict[str, type[int | float | str]] = {"int": int, "float": float, "str": str}
+_LISTS = {f"{name}s": kind for name, kind in _SCALARS.items()}
+_VALUE_TYPES = _SCALARS | _LISTS
+"""Maps the types of arguments with values to the type of one value."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     "word": {"nargs": "?"},
     "on": {"action": "store_true"},
     "off": {"action": "store_false"},
     "pairs": {"nargs": "*"},
-    **{name: {} for name in _ONE},
-    **{name: {"nargs": "+"} for name in _MANY},
+    **{name: {} for name in _SCALARS},
+    **{name: {"nargs": "+"} for name in _LISTS},
 }
 """Maps the types of arguments to options of argparse."""
 
@@ -142,10 +143,10 @@ def _argument(line: str, in_recipe: bool) -> Argument:
         value = True
     elif kind == "pairs":
         value = {}
-    elif value is not None and kind in _ONE:
-        value = _ONE[kind](value)  # YAML parses 5e-4 as text
+    elif value is not None and kind in _SCALARS:
+        value = _SCALARS[kind](value)  # YAML parses 5e-4 as text
     elif value is not None:
-        value = [_MANY[kind](item) for item in value]
+        value = [_LISTS[kind](item) for item in value]
 
     return Argument(tuple(flags.split()), kind, value, rest[0] if rest else "", in_recipe)
 
@@ -163,23 +164,9 @@ def read_words(table: ArgumentTable, tokens: Sequence[str]) -> ParsedArguments:
     Raises a ValueError that lists every value of the wrong type, and every unknown flag with the
     closest known flags.
     """
-    parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
-    problems: list[str] = []
-    for argument in table.arguments:
-        kind = argument.type.partition(":")[0]
-        options = dict(_OPTIONS[kind])
-        if kind in _TYPES:
-            options["type"] = partial(_value, _TYPES[kind], table.flag_of(argument.name), problems)
-        if kind in _ONE and not argument.in_recipe:
-            # Only flags that are not part of a recipe, such as timm's --torchcompile, take an
-            # optional value.
-            options |= {"nargs": "?", "const": ""}
-        if kind != "word":
-            options["dest"] = argument.name
-        parser.add_argument(*argument.flags, **options)
-
+    problems: list[str] = []  # The parser appends each value of the wrong type.
     try:
-        parsed, unknown = parser.parse_known_args(list(tokens))
+        parsed, unknown = _create_parser(table, problems).parse_known_args(list(tokens))
     except ValueError as error:  # a flag without its value, or an ambiguous abbreviation
         raise ValueError("; ".join([str(error), *problems])) from None
 
@@ -196,6 +183,25 @@ def read_words(table: ArgumentTable, tokens: Sequence[str]) -> ParsedArguments:
         if argument.type == "pairs" and argument.name in stated:
             stated[argument.name] = _pairs(stated[argument.name])
     return ParsedArguments(table, {**table.defaults(), **stated}, frozenset(stated), shortened)
+
+
+def _create_parser(table: ArgumentTable, problems: list[str]) -> _Parser:
+    """Create the parser of a script, which appends values of the wrong type to `problems`."""
+    parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
+    for argument in table.arguments:
+        kind = argument.type.partition(":")[0]
+        options = dict(_OPTIONS[kind])
+        if kind in _VALUE_TYPES:
+            flag = table.flag_of(argument.name)
+            options["type"] = partial(_value, _VALUE_TYPES[kind], flag, problems)
+        if kind in _SCALARS and not argument.in_recipe:
+            # Only flags that are not part of a recipe, such as timm's --torchcompile, take an
+            # optional value.
+            options |= {"nargs": "?", "const": ""}
+        if kind != "word":
+            options["dest"] = argument.name
+        parser.add_argument(*argument.flags, **options)
+    return parser
 
 
 def _shortened(table: ArgumentTable, tokens: Sequence[str]) -> tuple[str, ...]:

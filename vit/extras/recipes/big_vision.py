@@ -242,8 +242,9 @@ def _map_images(reading: Reading) -> Findings:
     for name, values in operations:
         match name:
             case "inception_crop" | "decode_jpeg_and_inception_crop":
-                area = values[1:3]
-                low, high = area + [5, 100][len(area) :]  # big_vision's defaults, in percent
+                # In percent of the image's area, with big_vision's defaults.
+                low = values[1] if len(values) > 1 else 5
+                high = values[2] if len(values) > 2 else 100
                 settings["model.image_size"] = values[0]
                 settings["augment.crop_scale"] = [low / 100, high / 100]
             case "randaug":

@@ -69,11 +69,12 @@ def compare(first: Config, second: Config) -> list[SettingDifference]:
     differences = []
     implied = [_implied_values(config) for config in (first, second)]
     unlike = config_io.differences(config_io.to_dict(first), config_io.to_dict(second))
+    unlike.pop("run.dir", None)
     for key, (old, new) in unlike.items():
         old = implied[0].get(key) if old is None else old
         new = implied[1].get(key) if new is None else new
-        is_ignored = key == "run.dir" or (key == MAGNITUDE_STD and None in (old, new))
-        if is_ignored or old == new:
+        is_unused = key == MAGNITUDE_STD and None in (old, new)
+        if is_unused or old == new:
             continue
 
         effect = effect_of(key, (old, new))

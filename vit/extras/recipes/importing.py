@@ -14,7 +14,7 @@ from vit.config.hints import all_keys
 from vit.config.io import from_dict
 from vit.config.schema import Config
 from vit.extras.recipes import big_vision, timm_train
-from vit.extras.recipes.arguments import read_yaml
+from vit.extras.recipes.arguments import ParsedArguments, read_yaml
 from vit.extras.recipes.command import split_command
 from vit.extras.recipes.programs import PROGRAMS, find_program
 from vit.extras.recipes.reading import Reading, Settings, map_arguments, same
@@ -98,25 +98,28 @@ def _parse(text: str, path: Path | None, program: str | None, num_gpus: int | No
             num_gpus = num_gpus or command.num_gpus()
         parsed = PROGRAMS[program].parse(command)
 
-    table, args = parsed.table, parsed.values
-    for argument in table.arguments:
-        kind, _, option = argument.rule.partition(": ")
-        if kind == "evaluates" and args[argument.name]:
-            raise ValueError(
-                f"{option.format(program=table.program)} only evaluates: run"
-                " python launch/eval.py --checkpoint FILE --data SHARDS"
-            )
-
-    if "ngpus" in args:
+    _refuse_evaluation(parsed)
+    args = parsed.values
+    if "ngpus" in args:  # submitit starts the processes, so there is no launcher
         num_gpus = num_gpus or args["ngpus"] * args["nodes"]
     return Reading(
         program=PROGRAMS[program],
         source=name,
-        table=table,
+        table=parsed.table,
         args=args,
         stated=parsed.stated,
         num_gpus=num_gpus,
-        # submitit also starts several processes.
         is_distributed=bool(launcher) or "ngpus" in args or (num_gpus or 1) > 1,
-        findings=tuple(same("", text=f"note: {text}") for text in parsed.shortened),
+        findings=tuple(same("", text=f"note: {sentence}") for sentence in parsed.shortened),
     )
+
+
+def _refuse_evaluation(parsed: ParsedArguments) -> None:
+    """Raise ValueError if the script would only evaluate."""
+    for argument in parsed.table.arguments:
+        kind, _, option = argument.rule.partition(": ")
+        if kind == "evaluates" and parsed.values[argument.name]:
+            raise ValueError(
+                f"{option.format(program=parsed.table.program)} only evaluates: run"
+                " python launch/eval.py --checkpoint FILE --data SHARDS"
+            )

@@ -321,40 +321,47 @@ def _map_teacher(reading: Reading) -> Findings:
         )
         return
 
-    of_task, of_teacher = args["task_loss_weight"], args["distill_loss_weight"]
+    loss_weights = _loss_weights(args["task_loss_weight"], args["distill_loss_weight"])
+    settings = {"distill.teacher": f"{name}.safetensors", "distill.teacher_model": name}
+    yield same("kd_model_name", settings, "save timm's weights of the teacher to this path")
+    yield same("task_loss_weight distill_loss_weight", loss_weights)
+    yield inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
+
+    has_two_heads = "model.dist_token" in reading.settings
+    if distill_type == "token":
+        if not has_two_heads:
+            raise ValueError(
+                f"--kd-distill-type token: {args['model']} has no second head: use"
+                " deit_{tiny,small,base}_distilled_patch16_{224,384}, or --kd-distill-type logit"
+            )
+        kind = args["kd_token_distill_type"]
+        yield same("kd_distill_type")
+        yield same("kd_token_distill_type", {"distill.distill_type": kind})
+    else:
+        kind = "soft"
+        text = "timm trains the mean of both heads on both targets, this project each head on one"
+        trains_mean = distill_type == "logit" and has_two_heads
+        yield differs("kd_distill_type", text if trains_mean else "")
+        yield same("", {"distill.distill_type": kind})
+        yield inert("kd_token_distill_type", "only for --kd-distill-type token")
+
+    temperature = {"distill.temperature": args["kd_temperature"]}
+    yield same_if_used(kind != "hard", "kd_temperature", temperature, "only for soft distillation")
+
+
+def _loss_weights(of_task: float | None, of_teacher: float | None) -> Settings:
+    """Return the settings for the weights of both losses. None selects timm's default."""
     if of_teacher is None:
         of_teacher = 1.0 if of_task is None else 1.0 - of_task
-    of_task = 1.0 if of_task is None else of_task
+    if of_task is None:
+        of_task = 1.0
     if of_teacher <= 0 or of_task < 0:
         raise ValueError(
             f"--task-loss-weight {of_task:g} leaves {of_teacher:g} for the teacher: pass"
             " positive weights, or omit --kd-model-name"
         )
 
-    settings = {"distill.teacher": f"{name}.safetensors", "distill.teacher_model": name}
-    yield same("kd_model_name", settings, "save timm's weights of the teacher to this path")
-    weights = {"distill.task_loss_weight": of_task, "distill.distill_loss_weight": of_teacher}
-    yield same("task_loss_weight distill_loss_weight", weights)
-    yield inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
-
-    is_token = distill_type == "token"
-    has_two_heads = "model.dist_token" in reading.settings
-    if is_token and not has_two_heads:
-        raise ValueError(
-            f"--kd-distill-type token: {args['model']} has no second head: use"
-            " deit_{tiny,small,base}_distilled_patch16_{224,384}, or --kd-distill-type logit"
-        )
-    text = "timm trains the mean of both heads on both targets, this project each head on one"
-    trains_mean = distill_type == "logit" and has_two_heads
-    yield differs("kd_distill_type", text if trains_mean else "")
-
-    kind = args["kd_token_distill_type"] if is_token else "soft"
-    yield same("kd_token_distill_type" if is_token else "", {"distill.distill_type": kind})
-    if not is_token:
-        yield inert("kd_token_distill_type", "only for --kd-distill-type token")
-
-    temperature = {"distill.temperature": args["kd_temperature"]}
-    yield same_if_used(kind != "hard", "kd_temperature", temperature, "only for soft distillation")
+    return {"distill.task_loss_weight": of_task, "distill.distill_loss_weight": of_teacher}
 
 
 def _map_length(reading: Reading) -> Findings:
@@ -436,9 +443,6 @@ def _map_schedule(reading: Reading) -> Findings:
 def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: str) -> Findings:
     """Map `--sched wsd` (timm/scheduler/scheduler_factory.py).
 
-    In timm, the decay is a fraction of the epochs after the warm-up, rounded to whole epochs unless
-    the rate changes each step.
-
     Args:
         reading: The reading, with findings for learning rate, length and batch size.
         names: The arguments of all schedules.
@@ -448,15 +452,7 @@ def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: 
     args = reading.args
     warmup = args["warmup_epochs"]
     after_warmup = args["epochs"] - (0 if args["warmup_prefix"] else warmup)
-    stated = 0.2 if args["decay_epochs"] is None else args["decay_epochs"]
-    decay = stated * after_warmup if 0 < stated < 1 else stated
-    decay = decay if args["sched_on_updates"] else round(decay)
-    if not 0 < decay <= after_warmup:
-        raise ValueError(
-            f"--decay-epochs {stated:g}: timm rejects a decay of {decay:g} epochs in"
-            f" {after_warmup} epochs after the warm-up"
-        )
-
+    decay = _decay_epochs(args, after_warmup)
     cooldown = _cooldown(reading)
     yield cooldown
 
@@ -479,6 +475,23 @@ def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: 
         reasons=f"--lr-decay-fn {form}" if form in ("cosine", "exp") else "",
         epochs=warmup + after_warmup,
     )
+
+
+def _decay_epochs(args: Mapping[str, Any], after_warmup: float) -> float:
+    """Return the length of the decay of `--sched wsd`, in epochs.
+
+    In timm, a value below 1 is a fraction of the epochs after the warm-up. The length is rounded to
+    whole epochs unless the rate changes each step.
+    """
+    stated = 0.2 if args["decay_epochs"] is None else args["decay_epochs"]
+    length = stated * after_warmup if 0 < stated < 1 else stated
+    decay = length if args["sched_on_updates"] else round(length)
+    if not 0 < decay <= after_warmup:
+        raise ValueError(
+            f"--decay-epochs {stated:g}: timm rejects a decay of {decay:g} epochs in"
+            f" {after_warmup} epochs after the warm-up"
+        )
+    return decay
 
 
 def _cooldown(reading: Reading) -> Mapped:
