@@ -22,6 +22,8 @@ from vit.system.gpus import Gpu, find_device
 from vit.system.meter import GIB
 from vit.training.plan import Plan
 
+_SMALLER_MODEL = "take a smaller model or smaller images"
+
 
 @contextmanager
 def naming_what_fits(
@@ -75,28 +77,32 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
         return f"Lower model.image_size or the model: data.micro_batch_size={now} is the smallest"
 
     sizes = ", ".join(map(str, reversed(smaller)))
-    smaller_model = "take a smaller model or smaller images"
     advice = (
         f"Lower data.micro_batch_size ({now} now) to a size that divides a rank's batch of"
         f" {plan.rank_batch_size}: {sizes}"
     )
     if gpu is None:
-        return f"{advice}; or {smaller_model}"
+        return f"{advice}; or {_SMALLER_MODEL}"
+    return f"{advice}. {_prediction(config, plan, num_classes, gpu)}"
 
-    # What launch/plan.py predicts for this GPU.
+
+def _prediction(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:
+    """Return what launch/plan.py predicts for this GPU, and the advice that follows from it."""
+    now = plan.micro_batch_size
     usable_gib = usable_bytes(gpu) / GIB
     needed = step_memory(config, plan, num_classes)
-    largest = largest_micro_batch(config, plan, num_classes, gpu, needed)
-    checkpointing = _with_less_kept(config, plan, num_classes, gpu)
-    advice += f". launch/plan.py counts {needed.total / GIB:.1f} of {usable_gib:.1f} GiB at {now}"
+    count = f"launch/plan.py counts {needed.total / GIB:.1f} of {usable_gib:.1f} GiB at {now}"
 
+    largest = largest_micro_batch(config, plan, num_classes, gpu, needed)
     if largest >= now:
-        return f"{advice}, so something else may fill the GPU: see nvidia-smi"
+        return f"{count}, so something else may fill the GPU: see nvidia-smi"
+
+    checkpointing = _with_less_kept(config, plan, num_classes, gpu)
     if not largest:
-        return f"{advice} and none of them to fit: {checkpointing or smaller_model}"
+        return f"{count} and none of them to fit: {checkpointing or _SMALLER_MODEL}"
     if checkpointing:
-        return f"{advice}, and {largest} to fit; or {checkpointing}"
-    return f"{advice}, and {largest} to fit"
+        return f"{count}, and {largest} to fit; or {checkpointing}"
+    return f"{count}, and {largest} to fit"
 
 
 def _smaller_micro_batches(config: Config, plan: Plan) -> list[int]:

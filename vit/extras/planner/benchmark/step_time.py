@@ -252,29 +252,28 @@ def all_reduce_times(
 
     length = sum(parameter.numel() for parameter in train_step.parameters)
     gradients = torch.zeros(length, dtype=dtype, device=world.device)
-    buckets = gradients.split(REDUCED_AT_ONCE // 4)
+    buckets = gradients.split(REDUCED_AT_ONCE // 4)  # DDP's buckets, in fp32 elements
 
-    alone_s = []
+    all_reduces_s = []
     for _ in range(WARM_UP_STEPS + num_steps):
         world.barrier()
         began_s = now_s(world.device)
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             work.wait()
-        alone_s.append(now_s(world.device) - began_s)
+        all_reduces_s.append(now_s(world.device) - began_s)
 
-    with_s = statistics.median(run_steps(train_step, batches, num_steps))
-    reduce = train_step.reduce
+    step_s = statistics.median(run_steps(train_step, batches, num_steps))
+    saved_reduce = train_step.reduce
     train_step.reduce = DataParallel(train_step.model, world)  # a step without gradient averaging
     try:
         run_steps(train_step, batches, 1)
-        without_s = statistics.median(run_steps(train_step, batches, num_steps))
+        step_without_reduce_s = statistics.median(run_steps(train_step, batches, num_steps))
     finally:
-        train_step.reduce = reduce
+        train_step.reduce = saved_reduce
 
-    exposed_s = max(with_s - without_s, 0.0)
     return {
-        "alone_s": statistics.median(alone_s[WARM_UP_STEPS:]),
-        "exposed_s": exposed_s,
+        "alone_s": statistics.median(all_reduces_s[WARM_UP_STEPS:]),
+        "exposed_s": max(step_s - step_without_reduce_s, 0.0),
         "num_bytes": gradients.nbytes,
     }
 
@@ -328,24 +327,26 @@ def fits_in_memory(
     beside_bytes: the memory that training needs at the same time, for example to augment the next
     batch.
     """
-    beside: Tensor | None = None
-    before = (train_step.reduce, train_step.micro_batch_size)
-    alone = replace(train_step.world, rank=0, size=1)
-    train_step.reduce = DataParallel(train_step.model, alone)
+    reserved: Tensor | None = None
+    saved_state = (train_step.reduce, train_step.micro_batch_size)
+    # Ranks step independently: if one of them runs out of memory, no other waits for it.
+    one_rank = replace(train_step.world, rank=0, size=1)
+    train_step.reduce = DataParallel(train_step.model, one_rank)
     train_step.micro_batch_size = micro_batch_size
 
-    fits = True
     try:
-        beside = torch.empty(beside_bytes, dtype=torch.uint8, device=train_step.world.device)
+        reserved = torch.empty(beside_bytes, dtype=torch.uint8, device=train_step.world.device)
         run_steps(train_step, [make_batch(2 * micro_batch_size)], WARM_UP_STEPS)
     except Exception as error:
         if not out_of_memory(error):
             raise
         fits = False
+    else:
+        fits = True
     finally:
-        train_step.reduce, train_step.micro_batch_size = before
+        train_step.reduce, train_step.micro_batch_size = saved_state
 
-    del beside
+    del reserved
     # Free gradients after the `except` block, because the traceback keeps tensors alive inside it.
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
