@@ -14,6 +14,7 @@ Online, it runs during training. Offline, it runs after training and writes one 
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -157,39 +158,39 @@ class WandbProcess:
         open_s: the maximum time to wait for the run to open. The time for the upload starts after
         that.
         """
-        text = json.dumps({**self._end, "failed": outcome == "error"}, default=_plain)
+        end = json.dumps({**self._end, "failed": outcome == "error"}, default=_plain)
         with self._reporting_os_errors():
             self._folder.mkdir(exist_ok=True)
             with replacing(self._folder / END_FILE) as file:
-                file.write(text.encode())
+                file.write(end.encode())
             if self._mode == "offline":
                 self._launch()
 
-        closed_at = time.monotonic()
-        upload_s = STOPPED_S[self._mode] if outcome == "stopped" else FINISH_S
-        is_announced = False
-
         try:
-            while self._process is not None:
-                self.poll()
-                now = time.monotonic()
-
-                is_uploading = False
-                deadline = closed_at + open_s
-                if self._opened_at is not None:
-                    is_uploading = self._mode == "online" and now > closed_at + ANNOUNCE_S
-                    deadline = max(closed_at, self._opened_at) + upload_s + POLL_S
-
-                if self._process is not None and now > deadline:
-                    self._stop(f"not ready {now - closed_at:.0f} s after the end of training")
-                elif is_uploading and not is_announced:
-                    is_announced = True
-                    self._log(f"uploading the rest, for {upload_s:.0f} s at most")
-
-                time.sleep(POLL_S / 5)
+            self._wait(open_s, STOPPED_S[self._mode] if outcome == "stopped" else FINISH_S)
         except KeyboardInterrupt:
             self._stop("interrupted")
             raise
+
+    def _wait(self, open_s: float, upload_s: float) -> None:
+        """Wait until the process has ended, or stop it once it has exceeded its time."""
+        closed_at = time.monotonic()
+        announce_at = closed_at + ANNOUNCE_S if self._mode == "online" else math.inf
+
+        while self._process is not None:
+            self.poll()  # may find that the process has ended
+            now = time.monotonic()
+            deadline = closed_at + open_s
+            if self._opened_at is not None:
+                deadline = max(closed_at, self._opened_at) + upload_s + POLL_S
+
+            if self._process is not None and now > deadline:
+                self._stop(f"not ready {now - closed_at:.0f} s after the end of training")
+            elif self._opened_at is not None and now > announce_at:
+                self._log(f"uploading the rest, for {upload_s:.0f} s at most")
+                announce_at = math.inf  # only once
+
+            time.sleep(POLL_S / 5)
 
 
 def _plain(value: object) -> object:

@@ -70,7 +70,7 @@ class Lease:
         self._problem = ""
         self._confirmed_s = 0.0
         """The `steady_s` time just before the last read that found this job's token."""
-        self._followed = ""
+        self._previous_token = ""
         """The token of the previous holder, from which this job took over."""
 
     @property
@@ -93,18 +93,10 @@ class Lease:
         began_s = time.monotonic()
         is_announced = False
         while True:
-            looked_s = time.monotonic()
+            read_s = time.monotonic()
             lease = watch.look()
             if lease is None or lease["place"] == self._place or watch.has_expired():
-                self._followed = lease["token"] if lease is not None else self._followed
-                if lease is not None and lease["place"] != self._place:
-                    print(
-                        f"{self._store}: {lease['holder']} has not renewed its lease for"
-                        f" {lease['lease_s']:g} s: taking over the run",
-                        file=sys.stderr,
-                    )
-
-                if self._take(lease is not None, looked_s):
+                if self._take(lease, read_s):
                     break
                 continue
 
@@ -128,15 +120,28 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
-    def _take(self, replaces: bool, looked_s: float) -> bool:
-        """Write the lease, and return whether this job holds it. looked_s: time of the read."""
+    def _take(self, previous: dict[str, Any] | None, read_s: float) -> bool:
+        """Write the lease, and return whether this job holds it.
+
+        Args:
+            previous: The lease to replace, or None if no job holds it.
+            read_s: The `time.monotonic` just before `previous` was read.
+        """
         settle_s = min(SETTLE_S, self._lease_s / 10)
-        if replaces and time.monotonic() - looked_s < settle_s:
-            self._store.remove(LEASE_FILE)
+        if previous is not None:
+            self._previous_token = previous["token"]
+            if previous["place"] != self._place:
+                print(
+                    f"{self._store}: {previous['holder']} has not renewed its lease for"
+                    f" {previous['lease_s']:g} s: taking over the run",
+                    file=sys.stderr,
+                )
+            if time.monotonic() - read_s < settle_s:
+                self._store.remove(LEASE_FILE)
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
 
         # A late write is invalid, because it may have replaced another job's lease.
-        is_in_time = time.monotonic() - looked_s < settle_s
+        is_in_time = time.monotonic() - read_s < settle_s
         time.sleep(settle_s)
         if is_written and not is_in_time:
             print(
@@ -166,9 +171,15 @@ class Lease:
                 raise LeaseLost(self._problem)
 
     def _renew(self, store: ObjectStore) -> None:
+        """Write the lease again, or set `_problem` if it is no longer this job's.
+
+        A write may come too late, if this process was suspended after the read. It may then have
+        replaced the lease of another job, which writes its own token again at its next renewal. So
+        after a late write, this job waits for that renewal, and reads the lease again.
+        """
         is_late = True
         while is_late:
-            looked_s = steady_s()
+            read_s = steady_s()
             lease = read_lease(store)
             if lease is None:
                 self._problem = (
@@ -177,7 +188,7 @@ class Lease:
                 )
                 return
 
-            if lease["token"] not in (self._token, self._followed):
+            if lease["token"] not in (self._token, self._previous_token):
                 self._problem = (
                     f"{store}: {lease['holder']} has taken over the run, because this job did not"
                     f" reach the store for {self._lease_s:g} s: this job stops without saving more"
@@ -186,11 +197,11 @@ class Lease:
                 return
 
             store.write(LEASE_FILE, self._content(), in_use=True)
-            is_late = steady_s() - looked_s > self._lease_s / 2
-            if is_late:  # this write may have replaced another holder's lease: wait until it renews
-                time.sleep(self._lease_s / 2)
+            is_late = steady_s() - read_s > self._lease_s / 2
+            if is_late:
+                time.sleep(self._lease_s / 2)  # twice the time between renewals
 
-        self._confirmed_s = looked_s
+        self._confirmed_s = read_s
 
     def release(self) -> None:
         """Release the lease. Errors are ignored, because the lease expires anyway."""

@@ -294,7 +294,7 @@ class StreamBatches(AugmentedBatches):
         layout = self.split.layout
         suffixes = [suffix for suffix in sample if not suffix.startswith("__")]
         try:
-            image = layout.find(suffixes)
+            image_suffix = layout.find(suffixes)
             label = layout.label_of(sample[layout.label_suffix])
         except InvalidSample as error:
             members = {suffix: sample[suffix] for suffix in suffixes}
@@ -305,16 +305,17 @@ class StreamBatches(AugmentedBatches):
                 f"{prefix}: the label is {label}, expected 0 to {self.split.num_classes - 1}"
             )
 
-        data = sample[image]
-        digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        data = sample[image_suffix]
         try:
             width, height = read_image_size(data)
         except ValueError:
-            width, height = 1, 1
+            width, height = 1, 1  # Decoding will fail too, which `on_bad_image` handles.
 
+        # The number seeds the random augmentation of this image.
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         return _Sample(
             key=key,
-            number=int.from_bytes(digest) >> 1,
+            number=int.from_bytes(digest) >> 1,  # fits in int64
             label=label,
             data=data,
             width=width,
