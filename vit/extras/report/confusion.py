@@ -81,6 +81,7 @@ def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], pictur
 
 
 def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> None:
+    """Draw all counts as numbers, on the color of their share of the true class."""
     from matplotlib import colormaps
 
     num_classes = len(matrix)
@@ -100,6 +101,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
     # Choose the font size such that the longest number fits in a cell.
     size = min(11.0, cell_in * 72 / (0.66 * len(str(matrix.max())) + 0.2))
     for t, p in np.argwhere(matrix > 0).tolist():
+        # The weights of ITU-R BT.601 for the brightness of a color.
         is_dark = colors[t, p] @ (0.299, 0.587, 0.114) < 0.55
         axes.text(
             p,
@@ -199,7 +201,6 @@ def plot_most_confused(
             sheet.barh(top + 0.7, text_in * count / pairs[0][2], 0.1, 0.1, color=ORANGE)
             for j, image in enumerate(examples[i][:6]):
                 left = text_in + 0.25 + j * (thumb_in + 0.06)
-                middle = top + thumb_in / 2
-                sheet.barh(middle, thumb_in, thumb_in, left, color="#eeeeee", zorder=-1)
+                sheet.barh(top + thumb_in / 2, thumb_in, thumb_in, left, color="#eeeeee", zorder=-1)
                 place(sheet, to_pixels(image), at=(left, top), size=(thumb_in, thumb_in))
     return picture

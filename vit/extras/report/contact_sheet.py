@@ -7,6 +7,7 @@ parameters. Only the last column shows mixing (MixUp or CutMix).
 
 import math
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from textwrap import wrap
 
@@ -91,7 +92,7 @@ def make_contact_sheet(
 
     height, width = form.size
     return plot_cells(
-        [cell for row in zip(*columns.values(), strict=True) for cell in row],
+        list(chain.from_iterable(zip(*columns.values(), strict=True))),
         len(columns),
         heading=f"Augmentation of {split.root}, {width} × {height} pixels",
         picture=picture,

@@ -271,6 +271,7 @@ PANELS: dict[str, Callable[[Axes, History], None]] = {
 
 
 def _draw_panel(axes: Axes, history: History, name: str) -> None:
+    """Draw a panel with marks where the run resumed or changed its image size."""
     from matplotlib.ticker import MaxNLocator
 
     PANELS[name](axes, history)
@@ -279,14 +280,14 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
         label = "resumed" if i == 0 else None
         axes.axvline(step, color=GRAY, linestyle=":", linewidth=1.5, label=label)
 
-    bottom: dict[str, Any] = {
+    text_style: dict[str, Any] = {
         "color": GRAY,
         "fontsize": SMALL_PT,
         "transform": axes.get_xaxis_transform(),
     }
     for step, size in history.image_sizes():
         axes.axvline(step, color=GRAY, linewidth=0.8)
-        axes.text(step, 0.02, f" {size} px", **bottom)
+        axes.text(step, 0.02, f" {size} px", **text_style)
 
     num_names = len(axes.get_legend_handles_labels()[0])
     if num_names > MOST_INSIDE:
@@ -464,13 +465,14 @@ def _draw_norms(
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     shown = np.ma.masked_where(~(values > 0), values)  # also masks NaN
-    low, high = (shown.min(), shown.max()) if shown.count() else (1.0, 1.0)
-    spans_decades = high > 10 * low
-    colors = "viridis"
     if key == RATIO:
-        spans_decades = True
         low, high = USUAL_RATIO / 1e2, USUAL_RATIO * 1e2
+        spans_decades = True
         colors = "RdBu_r"  # white is the usual ratio
+    else:
+        low, high = (shown.min(), shown.max()) if shown.count() else (1.0, 1.0)
+        spans_decades = high > 10 * low
+        colors = "viridis"
 
     norm: Normalize = LogNorm(low, high) if spans_decades else Normalize(low, high)
     axes.set_facecolor("#bbbbbb")

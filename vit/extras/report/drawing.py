@@ -38,8 +38,6 @@ HEADING_IN = 0.5
 """The height of a sheet's heading."""
 TITLES_IN = 0.25
 """The height of the column titles below the heading."""
-TITLES_Y_IN = 0.6
-"""The middle of the column titles, from the top of the sheet."""
 LINE_PT_PER_IN = 55
 """Lines of 1 pt would be 1/55 inch apart: a point is 1/72 inch, and the rest is line spacing."""
 BLUE = "#0072B2"
@@ -215,8 +213,8 @@ def plot_cells(
     with drawing(picture, header_in + row_in * math.ceil(len(cells) / num_columns)) as figure:
         sheet = new_sheet(figure, heading)
         for left, title in zip(lefts_in, titles, strict=False):
-            middle = left + width_in / 2
-            sheet.text(middle, TITLES_Y_IN, title, ha="center", va="center", size=SMALL_PT)
+            x, y = left + width_in / 2, HEADING_IN + 0.1
+            sheet.text(x, y, title, ha="center", va="center", size=SMALL_PT)
 
         for number, cell in enumerate(cells):
             row, column = divmod(number, num_columns)

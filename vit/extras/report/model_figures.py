@@ -30,6 +30,7 @@ from vit.extras.report.drawing import (
     BLUE,
     GAP_IN,
     GRAY,
+    HEADING_IN,
     ORANGE,
     SMALL_PT,
     WIDTH_IN,
@@ -224,24 +225,25 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
     """
     pixels = to_pixels(image)
     rows, columns = pixels.shape[0] // patch_size[0], pixels.shape[1] // patch_size[1]
-    side = (WIDTH_IN - 4 * GAP_IN) / 2
-    tall = side * pixels.shape[0] / pixels.shape[1]
-    gap = 0.12 * side / columns
-    patch_w, patch_h = (side - gap * (columns - 1)) / columns, (tall - gap * (rows - 1)) / rows
+    width_in = (WIDTH_IN - 4 * GAP_IN) / 2
+    height_in = width_in * pixels.shape[0] / pixels.shape[1]
+    gap_in = 0.12 * width_in / columns
+    patch_w = (width_in - gap_in * (columns - 1)) / columns
+    patch_h = (height_in - gap_in * (rows - 1)) / rows
 
-    with drawing(picture, 0.5 + tall + 0.4) as figure:
+    with drawing(picture, HEADING_IN + height_in + 0.4) as figure:
         sheet = new_sheet(
             figure, f"{rows * columns} patches of {patch_size[1]} × {patch_size[0]} pixels"
         )
-        place(sheet, pixels, at=(GAP_IN, 0.5), size=(side, tall))
+        place(sheet, pixels, at=(GAP_IN, HEADING_IN), size=(width_in, height_in))
 
-        left = side + 3 * GAP_IN
+        left = width_in + 3 * GAP_IN
         for y, x in np.ndindex(rows, columns):
             patch = pixels[
                 y * patch_size[0] : (y + 1) * patch_size[0],
                 x * patch_size[1] : (x + 1) * patch_size[1],
             ]
-            at = left + x * (patch_w + gap), 0.5 + y * (patch_h + gap)
+            at = left + x * (patch_w + gap_in), HEADING_IN + y * (patch_h + gap_in)
             place(sheet, patch, at=at, size=(patch_w, patch_h))
             if patch_w > 0.3:
                 number = str(y * columns + x + 1)
@@ -253,7 +255,8 @@ def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> P
             f"Each patch is one token: its {length:,} values are multiplied by one matrix."
             " Positions are numbered row by row."
         )
-        sheet.text(GAP_IN, 0.5 + tall + 0.2, note, size=SMALL_PT, va="center", color=GRAY)
+        y_in = HEADING_IN + height_in + 0.2
+        sheet.text(GAP_IN, y_in, note, size=SMALL_PT, va="center", color=GRAY)
     return picture
 
 
@@ -271,22 +274,22 @@ def plot_heads(
     Each map is scaled to its highest value. Returns `picture`.
     """
     num_layers, num_heads = heads.shape[:2]
-    # Maps have the aspect ratio of the image, because patches may not be square.
+    # All lengths are in inches. Maps have the aspect ratio of the image, because patches may not be
+    # square.
     aspect = image.shape[1] / image.shape[2]
-    image_in = 1.6
-    tall = image_in * aspect
-    top = 0.5 + tall + 0.45
+    image_w, image_h = 1.6, 1.6 * aspect
     left = 0.75
-    cell = min((WIDTH_IN - left - 0.1) / num_heads, 1.2)
-    row = cell * aspect
-    values = heads.detach().float().cpu()
-    values = values / values.amax((2, 3), keepdim=True).clamp(min=1e-12)
+    top = HEADING_IN + image_h + 0.45
+    map_w = min((WIDTH_IN - left - 0.1) / num_heads, 1.2)
+    map_h = map_w * aspect
+    maps = heads.detach().float().cpu()
+    maps = maps / maps.amax((2, 3), keepdim=True).clamp(min=1e-12)
 
-    with drawing(picture, top + num_layers * row + 0.1) as figure:
+    with drawing(picture, top + num_layers * map_h + 0.1) as figure:
         sheet = new_sheet(figure, title)
-        place(sheet, to_pixels(image), at=(0.1, 0.5), size=(image_in, tall))
-        over = overlaid(image[None], rollout[None])[0]
-        place(sheet, to_pixels(over), at=(0.2 + image_in, 0.5), size=(image_in, tall))
+        place(sheet, to_pixels(image), at=(0.1, HEADING_IN), size=(image_w, image_h))
+        over = to_pixels(overlaid(image[None], rollout[None])[0])
+        place(sheet, over, at=(0.2 + image_w, HEADING_IN), size=(image_w, image_h))
 
         notes = [
             "Left: the model's input, and attention rollout over all blocks.",
@@ -297,24 +300,25 @@ def plot_heads(
         if has_pool:
             notes.insert(2, "The last row is the attention of the pool's query.")
         for number, note in enumerate(notes):
-            x, y = 0.4 + 2 * image_in, 0.62 + 0.2 * number
+            x, y = 0.4 + 2 * image_w, 0.62 + 0.2 * number
             sheet.text(x, y, note, size=SMALL_PT, va="center", color=GRAY)
 
         for head in range(num_heads):
-            x = left + (head + 0.5) * cell
+            x = left + (head + 0.5) * map_w
             sheet.text(x, top - 0.1, str(head + 1), size=SMALL_PT, ha="center", va="center")
         sheet.text(0.1, top - 0.1, "head", size=SMALL_PT, va="center")
 
         for layer in range(num_layers):
-            y = top + (layer + 0.5) * row
+            y = top + (layer + 0.5) * map_h
             name = "pool" if has_pool and layer == num_layers - 1 else f"block {layer + 1}"
-            sheet.text(0.1, y, name, size=min(SMALL_PT, 72 * row), va="center")
+            sheet.text(0.1, y, name, size=min(SMALL_PT, 72 * map_h), va="center")
             for head in range(num_heads):
-                extent = (left + head * cell, left + (head + 0.94) * cell)
-                bottom = top + (layer + 0.94) * row
+                # A map fills 0.94 of its cell, and the rest is the gap to the next one.
+                sides = (left + head * map_w, left + (head + 0.94) * map_w)
+                bottom = top + (layer + 0.94) * map_h
                 sheet.imshow(
-                    values[layer, head].numpy(),
-                    extent=(*extent, bottom, top + layer * row),
+                    maps[layer, head].numpy(),
+                    extent=(*sides, bottom, top + layer * map_h),
                     aspect="auto",
                     cmap="viridis",
                     vmin=0,
@@ -368,9 +372,9 @@ def plot_augmented(
     Returns `picture`.
     """
     num_columns = min(6, max(3, len(inputs)))
-    side = cell_width_in(num_columns)
+    width_in = cell_width_in(num_columns)
     cells = [
-        Cell(image, share_lines(target, class_names, side))
+        Cell(image, share_lines(target, class_names, width_in))
         for image, target in zip(as_colors(inputs, mean, std), targets.cpu(), strict=True)
     ]
 
@@ -399,15 +403,15 @@ def plot_attention(
     Returns `picture`.
     """
     # The width of two images, the gap between pairs and the height of two lines of text, in inches.
-    pair = 3.75
+    pair_w = 3.75
     gap = 0.3
-    head = 0.43
-    side = (pair - 0.06) / 2
-    tall = side * images.shape[2] / images.shape[3]
-    row = head + tall + 0.25
+    text_h = 0.43
+    image_w = (pair_w - 0.06) / 2
+    image_h = image_w * images.shape[2] / images.shape[3]
+    row_h = text_h + image_h + 0.25
     overlays = overlaid(images, relevance)
 
-    with drawing(picture, 0.8 + row * math.ceil(len(images) / 2)) as figure:
+    with drawing(picture, 0.8 + row_h * math.ceil(len(images) / 2)) as figure:
         sheet = new_sheet(figure, "Attention rollout")
         note = (
             "Yellow patches have the most influence on the output, violet patches the least. Colors"
@@ -417,23 +421,24 @@ def plot_attention(
 
         results = zip(labels, predictions, probabilities, strict=True)
         for i, (label, predicted, probability) in enumerate(results):
-            left, top = 0.1 + i % 2 * (pair + gap), 0.8 + i // 2 * row
+            left, top = 0.1 + i % 2 * (pair_w + gap), 0.8 + i // 2 * row_h
             mark, color, weight = (
                 ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
             )
             name = (
-                shorten(display_name(class_names, predicted), pair - 1.9, weight=weight)
+                shorten(display_name(class_names, predicted), pair_w - 1.9, weight=weight)
                 + f" ({100 * probability:.0f} %)"
             )
 
             sheet.text(
-                left, top + 0.13, "true: " + shorten(display_name(class_names, label), pair - 0.5)
+                left, top + 0.13, "true: " + shorten(display_name(class_names, label), pair_w - 0.5)
             )
             taken_for = f"{mark} predicted: {name if predicted >= 0 else 'NaN'}"
             sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
-            place(sheet, to_pixels(images[i]), at=(left, top + head), size=(side, tall))
-            right = left + side + 0.06
-            place(sheet, to_pixels(overlays[i]), at=(right, top + head), size=(side, tall))
+            size = (image_w, image_h)
+            place(sheet, to_pixels(images[i]), at=(left, top + text_h), size=size)
+            right = left + image_w + 0.06
+            place(sheet, to_pixels(overlays[i]), at=(right, top + text_h), size=size)
     return picture
 
 
@@ -482,14 +487,12 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
     # Patches are drawn several pixels wide, because the gaps are narrower than a patch.
     zoom = max(1, 12 // max(grid))
     gap = max(1, zoom * max(grid) // 12)
-    tall = zoom * height + gap
-    wide = zoom * width + gap
+    step_y, step_x = zoom * height + gap, zoom * width + gap
 
-    mosaic = np.full((len(rows) * tall - gap, len(columns) * wide - gap), np.nan)
+    mosaic = np.full((len(rows) * step_y - gap, len(columns) * step_x - gap), np.nan)
     for y, x in np.ndindex(len(rows), len(columns)):
-        mosaic[y * tall : (y + 1) * tall - gap, x * wide : (x + 1) * wide - gap] = (
-            tiles[y, x].repeat(zoom, 0).repeat(zoom, 1)
-        )
+        tile = tiles[y, x].repeat(zoom, 0).repeat(zoom, 1)
+        mosaic[y * step_y : (y + 1) * step_y - gap, x * step_x : (x + 1) * step_x - gap] = tile
 
     shown = (
         ""
@@ -506,11 +509,12 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
 
         axes.set(xlabel="column of the patch", ylabel="row of the patch")
         axes.set_xticks(
-            [i * wide + (wide - gap - 1) / 2 for i in range(len(columns))],
+            [i * step_x + (step_x - gap - 1) / 2 for i in range(len(columns))],
             [str(n + 1) for n in columns],
         )
         axes.set_yticks(
-            [i * tall + (tall - gap - 1) / 2 for i in range(len(rows))], [str(n + 1) for n in rows]
+            [i * step_y + (step_y - gap - 1) / 2 for i in range(len(rows))],
+            [str(n + 1) for n in rows],
         )
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)

@@ -138,20 +138,21 @@ def _paint_norms(source: ReportSource, picture: Path) -> str:
 
 
 def _paint_augmented(source: ReportSource, picture: Path) -> str:
+    """Draw the first readable images of step 1, and return the caption."""
     config = source.config
     train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
 
     # Decode only part of the batch, as if this process were one of many ranks.
-    shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
-    share = min(shares, default=batch_size)
+    parts = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
+    num_rows = min(parts, default=batch_size)
     batches = TrainBatches(
         train.split,
         source.order,
         config.augment,
         source.train_format,
-        rows=range(share),
+        rows=range(num_rows),
         on_bad_image=config.loader.on_bad_image,
         changes=train.changes,
     )
@@ -174,6 +175,10 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
 
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
+    """Draw the attention for validation images, some of them misclassified if that is known.
+
+    Returns the caption.
+    """
     model: ImageModel = source.model
     check_rollout(model)
 

@@ -197,6 +197,7 @@ class Replay:
         return BatchRows(self._describe(batch, first), inputs.cpu(), targets.cpu())
 
     def _describe(self, batch: Batch, first: int) -> list[ReplayedRow]:
+        """Return the rows of `batch`, which begins at row `first` of the global batch."""
         config = self.source.config.augment
         split = self._batches.split
         ids, copies = self.order.rows_and_copies(self.position, first, first + len(batch.ids))

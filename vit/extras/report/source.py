@@ -53,8 +53,7 @@ class ReportSource:
     @cached_property
     def config(self) -> Config:
         """The config of the last attempt."""
-        path = self.run_dir / CONFIG_FILE
-        return config_io.load_config(path, self.overrides, used_here=False)
+        return config_io.load_config(self.run_dir / CONFIG_FILE, self.overrides, used_here=False)
 
     @cached_property
     def weights(self) -> LoadedWeights:

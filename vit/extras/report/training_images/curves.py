@@ -153,7 +153,6 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
             table[:, LAMBDA] = 1.0  # The weight remains 1 after `augment.mixup_off_epoch`.
-            size = source.train_format.in_epoch(epoch - 1).size
             draw_mix(
                 augment,
                 table,
@@ -161,7 +160,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
                 seed=order.seed,
                 position=position,
                 first_row=0,
-                size=size,
+                size=source.train_format.in_epoch(epoch - 1).size,
                 epoch=epoch - 1,
             )
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)

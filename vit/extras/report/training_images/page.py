@@ -58,7 +58,7 @@ def write_samples_page(
     doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
     evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
 
-    looked_for_near = near is not None
+    has_searched_near = near is not None
     near = near or NearDoubles([], [])
     pairs = near.pairs[:num_images]
     val_pairs = near.also_evaluated[:num_images]
@@ -69,12 +69,14 @@ def write_samples_page(
         *(train for train, _, _ in val_pairs),
     ]
 
+    # The template shows these fields of an image, keyed by its sample.
     train = source.train_set.split
     predictions, why_silent = _predict(source, train, list(dict.fromkeys(chosen)))
-    show = {n: _shown(source, train, n, pair, curves) for n, pair in predictions.items()}
+    fields = {n: _shown(source, train, n, pair, curves) for n, pair in predictions.items()}
+
     val = source.val_split
     val_predictions, _ = _predict(source, val, [sample for _, sample, _ in val_pairs])
-    show_val = {n: _shown(source, val, n, pair) for n, pair in val_predictions.items()}
+    val_fields = {n: _shown(source, val, n, pair) for n, pair in val_predictions.items()}
 
     content = page_template("samples.html.j2").render(
         name=source.run_dir.resolve().name,
@@ -87,16 +89,16 @@ def write_samples_page(
         num_forgotten=int((curves.times_forgotten > 0).sum()),
         num_double=sum(len(same) - 1 for same in duplicates.groups),
         num_evaluated=len(duplicates.also_evaluated),
-        suspicious=[show[sample] for sample in suspicious.tolist()],
-        never=[show[sample] for sample in never.tolist()],
-        forgotten=[show[sample] for sample in often.tolist()],
-        doubles=[[show[sample] for sample in same] for same in doubles],
-        evaluated=[show[sample] for sample in evaluated],
-        looked_for_near=looked_for_near,
+        suspicious=[fields[sample] for sample in suspicious.tolist()],
+        never=[fields[sample] for sample in never.tolist()],
+        forgotten=[fields[sample] for sample in often.tolist()],
+        doubles=[[fields[sample] for sample in same] for same in doubles],
+        evaluated=[fields[sample] for sample in evaluated],
+        looked_for_near=has_searched_near,
         num_near=len(near.pairs),
         num_near_evaluated=len(near.also_evaluated),
-        near=[([show[first], show[second]], cosine) for first, second, cosine in pairs],
-        near_evaluated=[([show[own], show_val[n]], cosine) for own, n, cosine in val_pairs],
+        near=[([fields[first], fields[second]], cosine) for first, second, cosine in pairs],
+        near_evaluated=[([fields[own], val_fields[n]], cosine) for own, n, cosine in val_pairs],
         why_silent=why_silent,
     )
     return write_html(source.run_dir / PAGE_FILE, content)
