@@ -61,8 +61,9 @@ def read_subject(path: str, model_name: str | None) -> tuple[ProgramModel, Loade
     if loaded.config is None:
         loaded, published_model = with_published_config(loaded, model_name, data_root="unknown")
         check_head(loaded)
-        published = f"{published_model.name}, trained elsewhere: {published_model.source}"
-        if published_model.top1 is not None:
+        if published_model.top1 is None:
+            published = f"{published_model.name}, trained elsewhere: {published_model.source}"
+        else:
             published = (
                 f"{published_model.name}: top-1 {published_model.top1:.2f} % (published,"
                 f" {published_model.source})"

@@ -58,10 +58,9 @@ def model_card(
     """Return the text of README.md. hashes: the sha256 of each weights file, by file name."""
     config = subject.config
     height, width = config.model.height_width()
-    parameters = count_parameters(subject.model)
     rows = {
         "Model": f"`{config.model.name}` at {height}x{width} pixels (height x width),"
-        f" {parameters:,} parameters, {subject.num_classes:,} classes",
+        f" {count_parameters(subject.model):,} parameters, {subject.num_classes:,} classes",
         "Data": _data(subject, origin),
         "Accuracy": _accuracy(origin, subject.num_classes),
         "Weights": _weights(origin),
@@ -69,40 +68,23 @@ def model_card(
         "sha256 of the source file": f"`{origin.sha256}`",
         "Exported by": f"`{origin.export_command}`",
     }
+
     source = origin.begun_from()
     if source is not None:
         rows["From" if origin.source else "Started from"] = in_words(source)
+
     start = origin.start
     if start is not None:
         rows["Trained by"] = (
             f"`{start.get('command')}`, commit {start.get('git')}, torch {start.get('torch')},"
             f" {start.get('world_size')} rank(s) on {start.get('device')}"
         )
+
     lines = [f"| {name} | {_cell(text)} |" for name, text in rows.items()]
-    recipe = ""
-    if not origin.published:
-        changed = config_io.dump_yaml(_without_defaults(config)).strip()
-        recipe = f"""
-## Recipe
-
-The settings that differ from the defaults of the training program:
-
-```yaml
-{changed}
-```
-"""
-    app = ""
-    repository = origin.repository
-    if repository:
-        app = f"""
-## Classify photos in the browser
-
-```sh
-hf download {repository} --local-dir model
-cd model && pip install -r requirements.txt && python app.py
-```
-"""
+    recipe = "" if origin.published else _recipe(config)
+    app = _app(origin.repository) if origin.repository else ""
     pictures = "".join(f"\n![Report: {path.stem}]({path.name})\n" for path in origin.pictures)
+
     return f"""---
 library_name: {FORMATS[program].library}
 pipeline_tag: image-classification
@@ -126,8 +108,34 @@ A Vision Transformer for image classification.
 `pip install torch pillow {FORMATS[program].packages}`; then{"" if app else ", in this folder"}:
 
 ```python
-{opening_code(program, subject, repository)}```
+{opening_code(program, subject, origin.repository)}```
 {app}{recipe}"""
+
+
+def _recipe(config: Config) -> str:
+    """Return the section with the settings of the training."""
+    changed = config_io.dump_yaml(_without_defaults(config)).strip()
+    return f"""
+## Recipe
+
+The settings that differ from the defaults of the training program:
+
+```yaml
+{changed}
+```
+"""
+
+
+def _app(repository: str) -> str:
+    """Return the section that starts the page on the reader's machine."""
+    return f"""
+## Classify photos in the browser
+
+```sh
+hf download {repository} --local-dir model
+cd model && pip install -r requirements.txt && python app.py
+```
+"""
 
 
 def _measured(subject: ProgramModel, origin: Origin) -> str:
