@@ -218,6 +218,7 @@ def _map_rest(reading: Reading) -> Findings:
 
 
 def _map_model(reading: Reading) -> Findings:
+    """Map `--model`, and state in which details this project's model differs."""
     name = reading.args["model"]
     match = next(filter(None, (re.fullmatch(pattern, name) for pattern in _MODELS)), None)
     if match is None:

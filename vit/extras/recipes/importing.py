@@ -61,8 +61,7 @@ def import_recipe(source: str, program: str | None = None, num_gpus: int | None 
     if program is not None and program not in PROGRAMS:
         raise ValueError(f"--program {program}: expected one of {', '.join(PROGRAMS)}")
 
-    parsed = _parse(text, path, program, num_gpus)
-    reading = map_arguments(parsed)
+    reading = map_arguments(_parse(text, path, program, num_gpus))
     settings = {"data.root": DATA_ROOT, **reading.settings}
     settings = {key: settings[key] for key in all_keys() if key in settings}
     sections = defaultdict[str, Settings](dict)

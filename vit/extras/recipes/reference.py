@@ -179,6 +179,17 @@ def _read_header(head: list[str], label: str) -> Header:
 def _read_runs(
     rows: list[dict[str, str]], unit: str, length: float, label: str, num_before: int
 ) -> tuple[dict[str, NDArray[np.float64]], ...]:
+    """Return the columns of each run, with the share of the training in place of `unit`.
+
+    Args:
+        rows: The rows of the CSV by column name.
+        unit: The column that counts the progress, `epoch` or `step`.
+        length: The whole training in this unit.
+        label: The file's name in errors.
+        num_before: The number of lines before the column names.
+
+    Raises ValueError if a column, a number or the order of the rows is wrong.
+    """
     if not rows:
         raise ValueError(
             f"{label}: no data rows follow the header: add the column names '{unit},top1', then one"

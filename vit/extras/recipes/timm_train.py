@@ -381,6 +381,7 @@ def _map_length(reading: Reading) -> Findings:
 
 
 def _map_schedule(reading: Reading) -> Findings:
+    """Map `--sched` and its arguments to a schedule of this project, or to the nearest one."""
     args = reading.args
     kind = args["sched"]
     settings = {
@@ -396,21 +397,30 @@ def _map_schedule(reading: Reading) -> Findings:
 
     if kind == "wsd":
         yield from _map_wsd(reading, names, settings, of_step)
-        return
-
-    if kind in ("constant", "none"):
+    elif kind in ("constant", "none"):
         has_warmup = kind == "constant" and args["warmup_epochs"]
         kept = ("interval", "warmup_epochs", "warmup_lr") if has_warmup else ()
         ours = {f"schedule.{key}": settings[f"schedule.{key}"] for key in kept}
         yield same(names, {"schedule.name": "constant", **ours})
         unused = f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs"
         yield inert(unused, "the rate is constant")
-        return
+    else:
+        yield from _map_cosine(reading, names, settings, f"decay_epochs lr_decay_fn {of_step}")
 
-    unused = f"decay_epochs lr_decay_fn {of_step}"
+
+def _map_cosine(reading: Reading, names: str, settings: Mapping[str, Any], unused: str) -> Findings:
+    """Map `--sched cosine`, and replace schedules without an equivalent by a cosine.
+
+    Args:
+        reading: The reading, with findings for learning rate, length and batch size.
+        names: The arguments of all schedules.
+        settings: This project's settings for `names`.
+        unused: The arguments of other schedules.
+    """
+    args = reading.args
+    kind = args["sched"]
     note = ""
     if kind == "cosine":
-        kind = ""  # the same as ours
         cooldown = _cooldown(reading)
         yield cooldown
         reading = reading.plus([cooldown])
@@ -432,7 +442,7 @@ def _map_schedule(reading: Reading) -> Findings:
             k_decay=args["lr_k_decay"],
             per_step=args["sched_on_updates"],
         ),
-        kind=kind,
+        kind="" if kind == "cosine" else kind,
         unused=unused,
         note=note,
         reasons="--lr-k-decay changes the shape of the cosine" if args["lr_k_decay"] != 1 else "",
