@@ -54,6 +54,8 @@ def layer_costs(model: ImageModel) -> list[LayerCost]:
         is_list = isinstance(module, (nn.Sequential, nn.ModuleList)) and name == "blocks"
         inner = module.named_children() if is_list else ()
         stages.update({f"{name}.{key}": block for key, block in inner} or {name: module})
+
+    # The hooks run in the order of the forward pass.
     shapes: dict[str, str] = {}
     order = list[str]()
 
@@ -69,17 +71,20 @@ def layer_costs(model: ImageModel) -> list[LayerCost]:
     counts = flops_by_operator(model, None, None)
     for handle in handles:
         handle.remove()
+
     prefix = type(model).__name__
     rows = [
         LayerCost(name, "parameter", str(tuple(parameter.shape)), parameter.numel(), 0)
         for name, parameter in model.named_parameters(recurse=False)
     ]
-    for name in [*order, *(name for name in stages if name not in order)]:
+    unused = [name for name in stages if name not in order]
+    for name in order + unused:
         module = stages[name]
         number = sum(parameter.numel() for parameter in module.parameters())
         flops = int(sum(counts.get(f"{prefix}.{name}", {}).values()))
         if number or flops:
             rows.append(LayerCost(name, type(module).__name__, shapes.get(name, ""), number, flops))
+
     return rows
 
 

@@ -172,11 +172,12 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     with torch.device("meta"):
         model = create_trained_model(config, data.num_classes)
         teacher = find_teacher(config, data.num_classes)
+
     num_evaluations = plan.total_steps // plan.eval_every_steps
     if plan.total_steps % plan.eval_every_steps:
         num_evaluations += plan.evaluates_at(plan.total_steps)  # the final evaluation
     num_models = 1 if config.ema.decay is None else 2
-    disk = disk_needs(config, plan, data.num_classes)
+
     precision = config.train.precision
     train_flops = train_flops_per_image(model, plan.micro_batch_size)
     compiled = bool(config.train.compile)
@@ -185,19 +186,23 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     def image_s(work: Work) -> float:
         return speed.factor * seconds(work, gpu, precision, compiled)
 
+    # The time of an image, besides the passes of the trained model.
     forward, _ = forward_work(model)
     taught = None if teacher is None else forward_work(teacher[0])[0]
-    further_s = 0.0 if taught is None else image_s(taught)
+    teacher_s = 0.0 if taught is None else image_s(taught)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_weights = sum(parameter.numel() for parameter in trained)
     update_s = speed.factor * num_weights * UPDATE_BYTES / (gpu.bandwidth_gbs * 1e9)
-    further_s += update_s / plan.rank_batch_size
+    further_s = teacher_s + update_s / plan.rank_batch_size
+
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
     stages = tuple(
         SizeStage(size, stop, image_s(_train_work(config, plan, model, size)) + further_s)
         for stop, size in (*ends, (plan.total_steps, form.size))
     )
+
+    disk = disk_needs(config, plan, data.num_classes)
     memory = step_memory(config, plan, data.num_classes)
     largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory)
     return Forecast(
@@ -226,9 +231,8 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
 def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -> HostMemory:
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     order = create_order(config, data.num_images)
-    columns = table_layout(config.augment).width
     train = Load(
-        BatchLayout(plan.rank_batch_size, form.largest, columns),
+        BatchLayout(plan.rank_batch_size, form.largest, table_layout(config.augment).width),
         row_unit(config.augment, order),
         plan.total_steps,
     )

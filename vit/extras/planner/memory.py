@@ -108,22 +108,22 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         drop_memory(model, device)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        weights = live.now
+        weight_bytes = live.now
 
         teacher = None
         if teacher_parts is not None:
             drop_memory(teacher_parts[0], device)
             teacher = Teacher(*teacher_parts, config)
-        teacher_bytes = live.now - weights
+        teacher_bytes = live.now - weight_bytes
 
         optimizer = create_optimizer(model, optim)
-        state = live.now - weights - teacher_bytes
+        optimizer_bytes = live.now - weight_bytes - teacher_bytes
 
-        average = 0
+        # `Ema` copies the module, which fake tensors do not support, so the averaged weights are
+        # counted from the state dict. The average is updated in place.
+        average_bytes = 0
         if config.ema.decay is not None:
-            # `Ema` copies the module, which fake tensors do not support, so the averaged weights
-            # are counted from the state dict. The average is updated in place.
-            average = sum(tensor.nbytes for tensor in model.state_dict().values())
+            average_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
 
         if train.exact_over_ranks:
             draw_by_sample(model, plan.micro_batch_size, device)
@@ -152,28 +152,28 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
         )
 
-        before = live.now
+        bytes_before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
         train_step(batch, 0)
 
-        # `before` already includes gradients in buckets.
-        in_buckets = sum(p.nbytes for p in parameters) if are_kept else 0
-        activations = live.peak - before - (live.gradients_at_peak - in_buckets)
+        # `bytes_before` already includes gradients in buckets.
+        bucket_bytes = sum(p.nbytes for p in parameters) if are_kept else 0
+        activation_bytes = live.peak - bytes_before - (live.gradients_at_peak - bucket_bytes)
         image_bytes = batch.images[0].nbytes
-        gradients = live.gradients_at_peak
-
         if train.exact_over_ranks:
             num_values = sum(p.numel() for p in parameters)
-            gradients = held_bytes(num_values, plan.num_leaves, plan.world_size)
+            gradient_bytes = held_bytes(num_values, plan.num_leaves, plan.world_size)
+        else:
+            gradient_bytes = live.gradients_at_peak
 
     return StepMemory(
-        weights=weights,
+        weights=weight_bytes,
         teacher=teacher_bytes,
-        gradients=gradients,
-        optimizer=state,
-        average=average,
+        gradients=gradient_bytes,
+        optimizer=optimizer_bytes,
+        average=average_bytes,
         batches=BATCHES_ON_DEVICE * rank_batch_size * image_bytes,
-        activations=activations,
+        activations=activation_bytes,
         augmentation=augmentation_bytes(
             config.augment, tuple(batch.images.shape[1:]), rank_batch_size
         ),
@@ -219,11 +219,10 @@ def drop_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _batch(form: ImageFormat, rows: int, device: torch.device) -> Batch:
-    columns = table_layout(AugmentConfig()).width
     return Batch(
         torch.empty(rows, form.channels, *form.size, dtype=torch.uint8, device=device),
         torch.zeros(rows, dtype=torch.int64, device=device),
         torch.ones(rows, device=device),
-        torch.zeros(rows, columns),
+        torch.zeros(rows, table_layout(AugmentConfig()).width),
         torch.arange(rows),
     )

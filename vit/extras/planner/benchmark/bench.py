@@ -269,6 +269,7 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
 def _measure_row(
     subject: Subject, train_step: TrainStep, mode: str, micro_batch_size: int, rank_batch_size: int
 ) -> dict[str, Any]:
+    """Time a step with these batch sizes, and return it with its memory and work as a row."""
     config = subject.config
     world = subject.world
     micro_batch_size = min(micro_batch_size, rank_batch_size)
@@ -288,15 +289,15 @@ def _measure_row(
 
     peak = device_memory.peak_bytes(world.device)
     dtype = torch.bfloat16 if config.train.reduce_dtype == "bf16" else torch.float32
-    reduced = steps.all_reduce_times(train_step, batches, dtype)
+    all_reduce = steps.all_reduce_times(train_step, batches, dtype)
 
-    tried = replace(
+    measured_plan = replace(
         subject.plan,
         micro_batch_size=micro_batch_size,
         global_batch_size=rank_batch_size * world.size,
         accumulation_steps=rank_batch_size // micro_batch_size,
     )
-    planned = step_memory(config, tried, subject.data.num_classes)
+    planned = step_memory(config, measured_plan, subject.data.num_classes)
 
     images_per_s_per_gpu = times.images_per_s / world.size
     with torch.device("meta"):
@@ -327,7 +328,7 @@ def _measure_row(
         "fastest_step_s": times.fastest_s,
         "slowest_step_s": times.slowest_s,
         "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
-        "all_reduce": reduced,
+        "all_reduce": all_reduce,
         "peak_memory_gib": None if peak is None else (peak - subject.in_use) / GIB,
         "planned_memory_gib": planned.in_turn / GIB,
     }
@@ -338,11 +339,10 @@ def _measure_loading(
 ) -> dict[str, Any]:
     """Measure the loader with and without the training step, at the batch size of `row`."""
     world = subject.world
-    global_batch_size = row["rank_batch_size"] * world.size
     config = with_settings(
         subject.config,
         {
-            "data.global_batch_size": global_batch_size,
+            "data.global_batch_size": row["rank_batch_size"] * world.size,
             "data.micro_batch_size": row["micro_batch_size"],
         },
     )

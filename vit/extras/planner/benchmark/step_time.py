@@ -90,7 +90,6 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
         teacher_model, settings = teacher
         objective = Distilled(loss, Teacher(teacher_model.to(world.device), settings, config))
 
-    create_reduce = parts_of(config).create_reduce
     step = create_train_step(
         config,
         plan,
@@ -98,7 +97,7 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
         model=model,
         world=world,
         objective=objective,
-        create_reduce=create_reduce,
+        create_reduce=parts_of(config).create_reduce,
     )
 
     step.model.train()

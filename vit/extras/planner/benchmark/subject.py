@@ -108,7 +108,6 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
     ]
     precision = config.train.precision
     peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
-    in_use = device_memory.bytes_in_use(world.device)
 
     return Subject(
         config,
@@ -120,7 +119,7 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
         peak=peak,
         sizes=sizes,
         loadable=loadable,
-        in_use=in_use,
+        in_use=device_memory.bytes_in_use(world.device),
     )
 
 
@@ -155,8 +154,7 @@ def synthetic_batches(
     batches: list[Batch] = []
     for position in range(count):
         batch = _batch_on_host(config, num_rows, num_classes, position)
-        on_gpu = device.type == "cuda"
-        if on_gpu:
+        if device.type == "cuda":
             batch = batch.pin_memory()
         if position < 2:
             batches.append(batch.to(device))

@@ -98,6 +98,7 @@ def look_at_place(config: Config, run_dir: Path) -> list[tuple[str, str]]:
 
 
 def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
+    """Return the parts of the check in their order. Every rank runs all of them."""
     hosts = world.hosts
     run_dir = trial.run_dir
 

@@ -140,6 +140,7 @@ def look_at_views(log: LogConfig) -> list[tuple[str, str]]:
 
 
 def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
+    """Test whether W&B is installed, has a key and answers, as far as the run needs it."""
     mode = wandb_mode(log.wandb)
     if mode == "off":
         return Verdict.OK, "off, as configured"

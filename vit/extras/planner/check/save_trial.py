@@ -40,8 +40,7 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
         lines = ["a new run"]
     else:
         folder, info = newest
-        settings = config_io.to_dict(trial.config)
-        check_belongs(folder, info, settings, trial.facts, trial.allowed)
+        check_belongs(folder, info, config_io.to_dict(trial.config), trial.facts, trial.allowed)
         if not is_away:
             checkpoints.read_info(folder, verify=True)
         state = "at its URL, not fetched" if is_away else "whose files are complete"

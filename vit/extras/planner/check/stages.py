@@ -210,10 +210,8 @@ class CheckStages:
             self.findings += findings
             lines = [finding.text for finding in findings if finding.verdict == Verdict.FAIL]
 
-        apart = ""
         must_part = missing or (late and part.is_joint)
-        if must_part:
-            apart = f"all ranks (see {part.name})"
+        apart = f"all ranks (see {part.name})" if must_part else ""
         return {"failed": bool(lines), "lost": missing, "apart": apart}
 
     def _gather(self, key: str, deadline: float, own: dict[str, Any]) -> dict[int, dict[str, Any]]:

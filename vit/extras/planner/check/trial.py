@@ -91,6 +91,7 @@ class Trial:
         passes = (
             f" in {plan.accumulation_steps} micro-batches" if plan.accumulation_steps > 1 else ""
         )
+
         yield Finding(
             "config",
             Verdict.OK,
@@ -100,6 +101,10 @@ class Trial:
             f" {self.world.device.type}",
         )
         yield Finding("data", Verdict.OK, answers[0]["lines"][0].removeprefix("data: "))
+        yield self._judge_hosts(answers)
+
+    def _judge_hosts(self, answers: dict[int, dict[str, Any]]) -> Finding:
+        """Return what the hosts have at least, and what some of them note."""
 
         def least(name: str) -> float | None:
             values = (answer[name] for answer in answers.values())
@@ -110,18 +115,19 @@ class Trial:
         parts += [] if memory is None else [f"{memory:,.1f} GiB of memory free"]
         parts += [] if shm is None else [f"/dev/shm {shm:,.1f} GiB free"]
         parts.append(f"{least('open_files'):,.0f} open files")
-        hosts = len(set(self.world.hosts)) or 1
-        many = f"minimum of {hosts} hosts: " if hosts > 1 else ""
+
         notes: dict[str, list[int]] = {}
         for rank, answer in answers.items():
             for note in answer["notes"]:
                 notes.setdefault(note, []).append(rank)
-        lines = [many + ", ".join(parts)]
-        lines += [
-            (f"{places(ranks, self.world.hosts)}: " if hosts > 1 else "") + note
-            for note, ranks in notes.items()
-        ]
-        yield Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
+
+        hosts = len(set(self.world.hosts)) or 1
+        if hosts > 1:
+            lines = [f"minimum of {hosts} hosts: {', '.join(parts)}"]
+            lines += [f"{places(ranks, self.world.hosts)}: {note}" for note, ranks in notes.items()]
+        else:
+            lines = [", ".join(parts), *notes]
+        return Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
 
     def judge_reading(self, rates: dict[int, list[float] | None]) -> Iterator[Finding]:
         """Yield a finding on the reading rate, and store the lowest rate for `judge_step`."""
@@ -158,6 +164,7 @@ class Trial:
             return self._do_steps(step)
 
     def _do_steps(self, step: TrainStep) -> dict[str, Any]:
+        """Train on the largest images, and return the loss, times and memory of this rank."""
         config, world = self.config, self.world
         first = self._first_of_largest_images()
         stop = min(first + STEPS, self.data.plan.total_steps)
