@@ -126,11 +126,13 @@ def follow(run_dir: Path, mode: str, parent: int, log_line: LogLine) -> None:
         target=_limit_end, args=(feed, run_dir, mode, url, log_line), daemon=True
     ).start()
     feed.read()
+
     run, state = _open_run(wandb, run_dir, mode, feed.start)
     num_sent = max(0, min(run.starting_step - state["num_other_steps"], feed.rows.most))
     offset = run.starting_step - num_sent
     if mode == "online":
         log_line(run.url)
+
     while True:
         is_over = feed.is_over()  # before reading, so that no line is missed
         feed.read()
@@ -140,19 +142,14 @@ def follow(run_dir: Path, mode: str, parent: int, log_line: LogLine) -> None:
         if is_over:
             break
         time.sleep(POLL_S)
+
     end = feed.end()
     last_step = feed.rows.rows[-1][0] if feed.rows.rows else 0
-    makers = {name: partial(wandb.Image, path) for name, path in end["pictures"].items()}
-    makers |= {name: partial(wandb.Table, **table) for name, table in end["tables"].items()}
-    media = {}
-    for name, make in makers.items():
-        try:
-            media[name] = make()
-        except Exception as error:  # a missing file, rows of unequal length
-            log_line(f"cannot show {name} ({_one_line(error)})")
+    media = _media(wandb, end, log_line)
     if media:
         run.log({"global_step": last_step, **media})
         state["num_other_steps"] += 1
+
     run.finish(exit_code=int(end["failed"]))
     wandb.teardown()  # waits until W&B's service has written everything
     (run_dir / "wandb" / STATE_FILE).write_text(json.dumps(state))
@@ -162,6 +159,20 @@ def follow(run_dir: Path, mode: str, parent: int, log_line: LogLine) -> None:
             if older != part:
                 shutil.rmtree(older, ignore_errors=True)
         log_line(f"offline; upload with: wandb sync {shlex.quote(str(part))}")
+
+
+def _media(wandb: Any, end: dict[str, Any], log_line: LogLine) -> dict[str, Any]:
+    """Return the pictures and tables in `end` as W&B's objects, without those that are damaged."""
+    makers = {name: partial(wandb.Image, path) for name, path in end["pictures"].items()}
+    makers |= {name: partial(wandb.Table, **table) for name, table in end["tables"].items()}
+
+    media = {}
+    for name, make in makers.items():
+        try:
+            media[name] = make()
+        except Exception as error:  # a missing file, rows of unequal length
+            log_line(f"cannot show {name} ({_one_line(error)})")
+    return media
 
 
 def _open_run(
