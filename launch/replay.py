@@ -32,8 +32,7 @@ def main() -> World:
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = join_world(args.device, "--device ")
-    source = ReportSource(run_dir, world.device, args.overrides)
-    replay = Replay(source, args.step, args.rank)
+    replay = Replay(ReportSource(run_dir, world.device, args.overrides), args.step, args.rank)
     for line in table(replay):
         print(line)
     if args.csv is not None:

@@ -104,8 +104,7 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
         settings["model.num_classes"] = args.num_classes
 
     if Path(source).suffix in (".yaml", ".yml"):
-        overrides = [f"{key}={value}" for key, value in settings.items()]
-        config = load_config(source, overrides)
+        config = load_config(source, [f"{key}={value}" for key, value in settings.items()])
     elif Path(source).exists():
         loaded = read_weights(source)
         if loaded.config is None:

@@ -92,8 +92,7 @@ class MemoryAdvice(Hook):
         if not out_of_memory(error):
             return
         with suppress(ValueError), needed_for("advice"):  # without the planner, none is added
-            planner = importlib.import_module("vit.extras.planner.fitting")
-            planner.explain(
+            importlib.import_module("vit.extras.planner.fitting").explain(
                 error, run.config, run.plan, run.state.facts["num_classes"], run.world.device
             )
 

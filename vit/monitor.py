@@ -392,9 +392,8 @@ class Monitor:
         if not loaders:
             return {}
 
-        totals = {f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()}
         return {
-            **totals,
+            **{f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()},
             "loader_worker_mib": max(loader["worker_mib"] for loader in loaders),
             "loader_replaced": sum(loader["replaced"] for loader in loaders),
             "loader_slowest": {

@@ -170,8 +170,7 @@ def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: st
     """Download the files missing from SOURCE if --download or --url was given."""
     if args.download or args.url:
         for name, expected in md5.items():
-            url = f"{(args.url or base).rstrip('/')}/{name}"
-            download(url, args.source / name, expected)
+            download(f"{(args.url or base).rstrip('/')}/{name}", args.source / name, expected)
 
 
 def _fetch(url: str, file: BinaryIO) -> None:

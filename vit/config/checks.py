@@ -236,8 +236,7 @@ def _stream_rules(stream: StreamConfig) -> Iterator[str]:
 
 
 def _source_rules(sources: Sequence[SourceConfig]) -> Iterator[str]:
-    num_weights = sum(source.weight is not None for source in sources)
-    if 0 < num_weights < len(sources):
+    if 0 < sum(source.weight is not None for source in sources) < len(sources):
         yield (
             "data.sources: only some sources have a weight: give a weight to all of them, or to"
             " none"

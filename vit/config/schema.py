@@ -9,9 +9,7 @@ Image and patch sizes are in pixels. A *step* is one attempt to train on a globa
 durations end with the unit.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -583,7 +581,7 @@ class Config(Section):
     log: Annotated[LogConfig, MAY_CHANGE] = LogConfig()
 
     @model_validator(mode="after")
-    def _check(self) -> Config:
+    def _check(self) -> Self:
         if problems := find_problems(self):
             raise Contradictions(problems)
         return self

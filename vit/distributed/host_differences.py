@@ -122,7 +122,6 @@ def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
     """
     if len(set(world.hosts)) < 2:
         return []
-    values = {**software(), **own} if world.is_local_main else None
-    reports = world.gather("software", values)
+    reports = world.gather("software", {**software(), **own} if world.is_local_main else None)
     by_rank = {rank: report for rank, report in enumerate(reports) if report is not None}
     return [f"note: hosts differ: {each.text}" for each in differences(by_rank, world.hosts)]

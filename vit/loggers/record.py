@@ -247,8 +247,7 @@ def _finite(value: object) -> object:
 def _open_to_append(path: Path) -> TextIO:
     """Open `path`, and remove a last line that was cut off by a kill."""
     if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return path.open("a+", encoding="utf-8")
 
 

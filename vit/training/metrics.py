@@ -254,13 +254,12 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     c = only_first + 0.5
     half = _Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
     middle = (b - c) / n
-    points = 100.0 * (only_second - only_first) / max(count, 1)
 
     return PairedDifference(
         num_images=count,
         only_first=only_first,
         only_second=only_second,
-        points=points,
+        points=100.0 * (only_second - only_first) / max(count, 1),
         low=100.0 * (middle - half),
         high=100.0 * (middle + half),
     )

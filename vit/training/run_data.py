@@ -110,13 +110,12 @@ def open_data(config: Config, world: World, reader: TrainReader) -> RunData:
 
     with world.fail_together():
         image_format = ImageFormat.from_config(config.model, config.data)
-        train_format = ImageFormat.from_config(config.model, config.data, config.schedule)
 
         batches = reader.create_batches(
             config,
             train_set,
             order,
-            train_format,
+            ImageFormat.from_config(config.model, config.data, config.schedule),
             world,
             rows=plan.rows_of(world.rank),
             num_batches=plan.total_steps,

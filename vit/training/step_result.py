@@ -124,7 +124,6 @@ class StepResult:
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
 
         # Each rank reads all reports, possibly thousands, in each step, so use an array.
-        reports = shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size)
 
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),
@@ -132,7 +131,7 @@ class StepResult:
             stop=sums[Slot.STOP],
             bad_images=int(sums[Slot.BAD_IMAGES]),
             verdict=int(sums[Slot.VERDICT]),
-            rank_reports=reports,
+            rank_reports=shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size),
             losses=np.where(weights > 0, losses, np.float32(np.nan)),
             margins=np.where(weights > 0, row_margins, np.float32(np.nan)),
             norms=None if self._norms is None else self._norms.named(of_norms.tolist()),
@@ -149,8 +148,7 @@ def _queue_copy(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
     # Queue the copy and its event directly after the step, so that `read` waits only for this step
     # and not for the next one.
-    pinned = torch.empty(values.shape, pin_memory=True)
-    copied = pinned.copy_(values, non_blocking=True)
+    copied = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return copied, event

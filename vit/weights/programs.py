@@ -13,11 +13,9 @@ graph, is assumed to support it. Models with a new feature are therefore not exp
 module lists the feature.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from vit.config.schema import Config, ModelConfig
 from vit.layers.norm import EPS
@@ -45,7 +43,7 @@ class View:
     """Whether images are first rotated according to their EXIF orientation."""
 
     @classmethod
-    def from_config(cls, config: Config) -> View:
+    def from_config(cls, config: Config) -> Self:
         """Return the evaluation preprocessing that `config` sets."""
         height, width = config.model.height_width()
         view = config.eval
@@ -204,7 +202,6 @@ def lacking(program: str, config: Config) -> list[str]:
     model = config.model
     height, width = model.height_width()
     patch = model.patch_size
-    rectangular = height != width or (isinstance(patch, tuple) and patch[0] != patch[1])
 
     has = {
         "guest": model.name.startswith("timm/"),
@@ -219,7 +216,7 @@ def lacking(program: str, config: Config) -> list[str]:
         "layer_scale": model.init_values is not None,
         "no_qkv_bias": model.qkv_bias is False,
         "representation": model.representation_size is not None,
-        "not_square": rectangular,
+        "not_square": height != width or (isinstance(patch, tuple) and patch[0] != patch[1]),
         "center_not_square": height != width and config.eval.crop_mode != "squash",
         "gray": model.in_chans == 1,
     }

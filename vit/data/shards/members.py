@@ -5,8 +5,6 @@ A layout specifies the image suffix and the source of the label, which is a text
 of a JSON member. Random access and streaming use the same layouts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -15,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vit.config.sample_layout import IMAGE_EXTENSIONS, NO_LABEL, SETTINGS, Names, image_suffixes
 from vit.data.shards.info_file import SIDECAR, check_types
@@ -63,7 +61,7 @@ class SampleLayout:
     """The names of the classes in label order, if labels are names."""
 
     @classmethod
-    def recorded(cls, options: Mapping[str, Any], class_names: Sequence[str]) -> SampleLayout:
+    def recorded(cls, options: Mapping[str, Any], class_names: Sequence[str]) -> Self:
         """Return the layout with these `options()`. class_names: class names of the data set."""
         keys = ("image", "label", "keys_with_dots")
         values = {key: options[key] for key in keys if key in options}

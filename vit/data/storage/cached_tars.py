@@ -7,8 +7,6 @@ that fetch blocks in advance. A block is not stored if its tar headers or checks
 index, which means that the shard was replaced or damaged in transit.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import math
@@ -20,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,7 +161,7 @@ class CachedTars:
         return CachedTars, arguments, {"most_threads": self.most_threads}
 
     @property
-    def cached(self) -> CachedTars:
+    def cached(self) -> Self:
         """Return this object, because it reads through a cache."""
         return self
 

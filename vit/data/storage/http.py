@@ -211,11 +211,10 @@ class WebFile(io.RawIOBase):
             self._mark_at = self.at
 
         requested = f"bytes={self.at}-{'' if self.stop is None else self.stop - 1}"
-        headers = {"Range": requested} if self.at or self.stop is not None else {}
         response = get(
             self.url,
             self.name,
-            headers,
+            {"Range": requested} if self.at or self.stop is not None else {},
             was_there=self.version is not None,
             connect_s=CONNECT_S,
             silence_s=SILENCE_S,

@@ -181,8 +181,7 @@ def _fill(program: str, subject: ProgramModel, origin: Origin, folder: Path) -> 
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
 
     # ONNX stores weights above 2 GiB in a second file.
-    weights = [path, *folder.glob(f"{path.name}.data")]
-    hashes = {file.name: sha256_of(file) for file in weights}
+    hashes = {file.name: sha256_of(file) for file in [path, *folder.glob(f"{path.name}.data")]}
 
     if origin.repository:
         write_app(folder, subject, origin.name)

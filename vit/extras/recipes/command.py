@@ -90,8 +90,7 @@ def split_command(text: str) -> Command:
     Raises ValueError if `text` has unbalanced quotes, contains more than one command, or does not
     name a script.
     """
-    joined = re.sub(r"\\[ \t]*\r?\n", " ", text)
-    lines = [line.strip() for line in joined.splitlines()]
+    lines = [line.strip() for line in re.sub(r"\\[ \t]*\r?\n", " ", text).splitlines()]
     lines = [line.removeprefix("$ ") for line in lines if line and not line.startswith("#")]
     if len(lines) != 1:
         raise ValueError(

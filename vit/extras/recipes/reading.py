@@ -7,11 +7,9 @@ equivalent, or no effect in the source project. An argument without a finding is
 argument is dropped silently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import yaml
 
@@ -144,7 +142,7 @@ class Reading(NamedTuple):
         """Return the names of the arguments that have a finding."""
         return list(chain.from_iterable(finding.theirs for finding in self.findings))
 
-    def plus(self, findings: Findings) -> Reading:
+    def plus(self, findings: Findings) -> Self:
         """Return this reading with more findings. Empty findings are dropped."""
         nonempty = [f for f in findings if any((f.theirs, f.settings, f.text))]
         return self._replace(findings=(*self.findings, *nonempty))

@@ -322,8 +322,7 @@ def _moment(seconds: float | None, after: float | None = None, zone: bool = True
 
 def _code(text: str) -> Markup:
     """Convert text with code in backticks to HTML."""
-    parts = re.split(r"`([^`]*)`", text)
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if n % 2 else escape(part)
-        for n, part in enumerate(parts)
+        for n, part in enumerate(re.split(r"`([^`]*)`", text))
     )
