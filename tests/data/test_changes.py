@@ -1,4 +1,4 @@
-"""Test that excluded and relabeled samples change nothing else in any batch."""
+"""Test that excluding or relabeling samples changes nothing else in any batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def train_set(
 @given(st.data())
 @pytest.mark.full
 def test_all_other_rows_equal_those_of_a_run_without_changes(shards, tmp_path_factory, data):
-    """Three epochs are read on 1 or 3 ranks, from a random step on, with mixing and copies."""
+    """The test reads three epochs on 1 or 3 ranks with mixing and copies, starting at a random
+    step."""
     split = open_split(shards, "train")
     weights = data.draw(st.sampled_from([None, (1.0, 3.0)]))
     numbers = st.integers(0, split.num_samples - 1)

@@ -1,5 +1,5 @@
-"""Test that training from a faulty server ends with the same weights, or with an error that
-describes the fault."""
+"""Test that training from a faulty server ends with the same weights as training without faults, or
+with an error that describes the fault."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test that evaluation on training images is rejected, or reported with a count if it may be
-intended."""
+"""Test that evaluation on training images is rejected, or is reported with the number of these
+images if the overlap may be intended."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle
 BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)
 
 PERFECT_DISTANCE = 1 / 3
-"""The mean distance of two independent uniform positions."""
+"""The mean distance between two independent uniform positions."""
 
 
 def test_measures_equal_a_brute_force_count():

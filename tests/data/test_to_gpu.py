@@ -1,7 +1,7 @@
 """Test that batches arrive intact on a GPU, whatever timing the streams and events allow.
 
 `LateGpu` queues GPU operations and runs them in random order, as late as the waits allow. Memory is
-reused the way torch's allocator does it. Each step compares its batch with the data that was
+reused in the same way as by torch's allocator. Each step compares its batch with the data that was
 written. If a wait is omitted, the comparison must fail for at least one order.
 """
 
@@ -65,8 +65,8 @@ class LateEvent:
 
 
 class LateGpu:
-    """A fake `vit.data.to_gpu.Cuda` that stores device memory on the host. without: the name of a
-    wait to omit."""
+    """A fake `vit.data.to_gpu.Cuda` that stores device memory on the host. `without` is the name of
+    a wait to omit."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)

@@ -22,7 +22,7 @@ def no_catalog_is_left_open() -> Iterator[None]:
     close_catalogs()
     held = []
     for link in Path("/proc/self/fd").glob("*"):  # This folder exists only on Linux.
-        with suppress(OSError):  # the descriptor of the listing is closed
+        with suppress(OSError):  # the listing's descriptor is already closed
             held.append(os.readlink(link))
     assert not [path for path in held if "._catalog." in path]
 
@@ -51,8 +51,8 @@ def foreign(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
-    """Prepare a dataset of 3 classes in 7 + 1 shards. One image was converted from PNG, and one is
-    unreadable."""
+    """Prepare a dataset of 3 classes in 7 training shards and 1 validation shard. One image was
+    converted from PNG, and one is unreadable."""
     folder = tmp_path_factory.mktemp("sound")
     for label, (name, count) in enumerate(PER_CLASS.items()):
         (folder / "images" / name).mkdir(parents=True)
@@ -83,7 +83,7 @@ def flat(tmp_path) -> Path:
 def place(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Place:
-    """Return a folder for all files, including temporary files, and shorten all network
+    """Return a `Place` for all files, including temporary files, and shorten all network
     timeouts."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))

@@ -32,8 +32,9 @@ ITALIAN = dict(CLASSES)
 
 
 def photographs() -> dict[str, bytes]:
-    """Return images by their path below raw-img: 20 to 29 per class, mostly OIP-<letters>.jpeg,
-    some .jpg and .png. Two names differ only in their suffix."""
+    """Return a dict from paths below raw-img to images. Each class has 20 to 29 images. Most of
+    them are named OIP-<letters>.jpeg, and some have the suffix .jpg or .png. Two names differ only
+    in their suffixes."""
     files = {}
     for number, (_, folder) in enumerate(CLASSES):
         for n in range(20 + number):

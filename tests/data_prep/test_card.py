@@ -1,5 +1,5 @@
-"""Test that the dataset card's numbers match the images, its contact sheet shows them, and
-rewriting the card produces the same bytes."""
+"""Test that the dataset card's numbers match the images, that its contact sheet shows the images,
+and that rewriting the card does not change its bytes."""
 
 from __future__ import annotations
 

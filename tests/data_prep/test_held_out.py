@@ -64,7 +64,7 @@ def test_the_printed_fraction_gives_each_class_an_image(name, counts, lacking, t
 
 
 def test_a_test_of_one_class_is_reported(tmp_path, capsys):
-    """Lists of test images often have 0 in place of a label."""
+    """Lists of test images often contain 0 in place of the real labels."""
     both = {"a": 20, "b": 20}
     for split, counts in {"train": both, "val": both, "test": {"a": 3}}.items():
         folder_of(counts, tmp_path / split)
@@ -77,7 +77,7 @@ def test_a_test_of_one_class_is_reported(tmp_path, capsys):
 
 
 def test_a_given_val_without_a_class_is_reported(tmp_path, capsys):
-    """A note also names the classes of the held-out split that an empty folder stands for."""
+    """The note also names classes for which the held-out split has an empty folder."""
     for split, counts in {"train": {"a": 4, "b": 4, "c": 4}, "val": {"a": 2}}.items():
         folder_of(counts, tmp_path / split)
     (tmp_path / "val" / "in" / "b").mkdir()

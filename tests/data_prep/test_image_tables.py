@@ -1,4 +1,5 @@
-"""Test image folders with metadata.csv or metadata.jsonl against the library `datasets`."""
+"""Compare how data_prep and the library `datasets` read image folders with metadata.csv or
+metadata.jsonl."""
 
 import csv
 import json
@@ -119,7 +120,7 @@ def test_a_file_is_listed_once_or_with_the_same_label(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
 def test_a_table_in_an_archive_has_the_same_meaning_as_in_a_folder(tmp_path, kind):
-    """The folders in it may have other meanings than the classes."""
+    """If the table contains labels, the folders in the archive do not have to be classes."""
     names = [f"photos/{place}/{n}.jpg" for place in ("indoors", "outdoors") for n in range(2)]
     write_images(tmp_path / "in", names)
     table = tmp_path / "in" / "photos" / "metadata.jsonl"

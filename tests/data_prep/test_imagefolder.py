@@ -98,7 +98,7 @@ def test_class_folders_without_splits_are_split_by_class(flat):
 
 def test_the_choice_of_held_out_images_never_changes(flat):
     """If the choice changed, val would contain images on which a model was trained. The expected
-    choice is that of the first version."""
+    choice is that of the project's first version."""
     assert sorted(sample.key for sample in listed(flat, 0.2)["val"]) == HELD_OUT
 
 

@@ -1,4 +1,5 @@
-"""Test class folders in a zip or tar, which may be on a server or decompressed before."""
+"""Test class folders in a zip or tar, which may be on a server or may have been decompressed
+earlier."""
 
 from __future__ import annotations
 

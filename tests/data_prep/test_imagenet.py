@@ -1,5 +1,5 @@
-"""Test that all layouts of ImageNet produce the same catalog, the same bytes and torchvision's
-labels."""
+"""Test that all layouts of ImageNet produce the same catalog and the same image bytes, with
+torchvision's labels."""
 
 import hashlib
 import os
@@ -169,7 +169,7 @@ def test_other_files_among_the_images_are_reported(tmp_path, fake):
     assert "train: 1 files that are no images are left out: readme" in listing.notes
 
 
-# ---- counts of images ----------------------------------------------------------------------------
+# ---- image counts --------------------------------------------------------------------------------
 
 
 def test_complete_counts_have_no_differences():

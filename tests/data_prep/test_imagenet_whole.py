@@ -1,5 +1,5 @@
-"""Test archives like the original ImageNet archives with all 1,000 classes, which several commands
-write at the same time."""
+"""Test the preparation of archives with all 1,000 classes, like the original ImageNet archives.
+Several commands prepare these archives at the same time."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_simultaneous_array_tasks_share_one_catalog_and_succeed(
         for name, data in digests(expected).items()
         if name.endswith((".tar", ".idx", ".npy", ".jsonl"))
     }
-    if layout == "parquet":  # the offset in the source differs
+    if layout == "parquet":  # the offset differs between the layouts
         tars.pop("quarantine.jsonl")
     assert {name: written[name] for name in tars} == tars
     assert not [

@@ -307,7 +307,8 @@ def test_a_label_above_the_number_of_samples_is_refused(tmp_path, capsys):
 
 
 def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
-    """rsync -t and cp -p may give a corrected shard an older time than the old sidecar's."""
+    """rsync -t and cp -p may give a corrected shard a modification time that is older than that of
+    the existing sidecar."""
     tar = shard_with(tmp_path / "root", [])
     os.utime(tar, (1, 1))
     assert main([str(tar.parent), "--workers", "1"]) == 0

@@ -92,7 +92,7 @@ def test_shards_on_a_web_server_are_indexed(foreign, web, tmp_path):
     web.requests[:] = []
     assert main([f"{url}/{BRACES}", "--out", str(out), "--workers", "2"]) == 0
     assert digests(out) == first
-    assert fetched(web) == []  # the sizes were sufficient
+    assert fetched(web) == []  # the sizes of the tars were sufficient
     assert_indexed_as_if_local(out, foreign, url)
 
 

@@ -1,7 +1,8 @@
 """Test data sets whose labels are in lists.
 
-Small copies of published data sets have the folders and lists of their documentation. The color of
-each image encodes its class, so the right label is known from the content.
+The tests use small copies of published data sets, with the folders and lists that their
+documentation describes. The color of each image encodes its class, so the correct label is known
+from the image.
 """
 
 import io
@@ -23,11 +24,11 @@ from data_prep.imagefolder import source
 # ---- published data sets -------------------------------------------------------------------------
 
 STEP = 40
-"""The difference of the red values of neighboring classes."""
+"""The difference between the red values of neighboring classes."""
 
 
 class Published(NamedTuple):
-    """A data set as it is published."""
+    """A small copy of a data set, with the published folders and lists."""
 
     files: Files
     class_names: list[str]
@@ -79,7 +80,7 @@ def tiny_imagenet() -> Published:
 
 
 def food_101() -> Published:
-    """data.vision.ee.ethz.ch/cvl/datasets_extra/food-101: names without suffixes"""
+    """data.vision.ee.ethz.ch/cvl/datasets_extra/food-101: lists of names without suffixes"""
     names = ["apple_pie", "baklava", "beignets"]
     files: Files = {
         "food-101/meta/classes.txt": text(names),
@@ -101,7 +102,7 @@ def food_101() -> Published:
 
 
 def cub_200() -> Published:
-    """README of CUB_200_2011: numbers of images join three files"""
+    """README of CUB_200_2011: image numbers join three lists"""
     names = ["001.Black_footed_Albatross", "002.Laysan_Albatross", "003.Sooty_Albatross"]
     root = "CUB_200_2011"
     tables: dict[str, list[str]] = {
@@ -151,7 +152,7 @@ def dtd() -> Published:
 
 
 def places365() -> Published:
-    """csailvision/places365: names with a leading slash, classes in two levels"""
+    """csailvision/places365: names with a leading slash, class folders on two levels"""
     names = ["a/airfield", "a/apartment_building/outdoor", "b/bus_station/indoor"]
     files: Files = {
         "categories_places365.txt": text([f"/{name} {n}" for n, name in enumerate(names)]),
@@ -175,7 +176,7 @@ def places365() -> Published:
 
 
 def pets() -> Published:
-    """robots.ox.ac.uk/~vgg/data/pets: classes counted from 1, names only in the names of files"""
+    """robots.ox.ac.uk/~vgg/data/pets: classes numbered from 1, class names only in file names"""
     names = ["Abyssinian", "american_bulldog", "Bengal"]
     files: Files = {"annotations/README": b"x", "images/Abyssinian_100.mat": b"x"}
     lists: dict[str, list[str]] = {"trainval": [], "test": []}
@@ -188,7 +189,7 @@ def pets() -> Published:
             lists["test" if n > 3 else "trainval"].append(
                 f"{name}_{n + 1} {label + 1} {1 + label % 2} {n + 1}"
             )
-    files["images/Bengal_111.jpg"] = picture(2, 99)  # Neither list names some of the images.
+    files["images/Bengal_111.jpg"] = picture(2, 99)  # Neither list contains this image.
     head = ["#Image CLASS-ID SPECIES BREED ID", "#ID: 1:37 Class ids"]
     files["annotations/list.txt"] = text([*head, *lists["trainval"], *lists["test"]])
     files |= {f"annotations/{split}.txt": text(rows) for split, rows in lists.items()}
@@ -200,7 +201,7 @@ def pets() -> Published:
 
 
 def mmpretrain() -> Published:
-    """docs/en/user_guides/dataset_prepare.md of MMPretrain: equal names in train and val"""
+    """docs/en/user_guides/dataset_prepare.md of MMPretrain: the same names in train and val"""
     files: Files = {}
     for split, count in (("train", 12), ("val", 6)):
         rows = []
@@ -218,7 +219,8 @@ def mmpretrain() -> Published:
 
 
 def one_csv() -> Published:
-    """A table with a header, quotes, a column for the split, and other columns before the file's"""
+    """A table with a header, quotes, a split column, and another column before the one with the
+    paths"""
     names = ["ABBOTTS BABBLER", "CROW, BLACK"]
     rows = ["class id,filepaths,labels,data set"]
     files: Files = {}
@@ -233,7 +235,7 @@ def one_csv() -> Published:
 
 
 def class_tars() -> Published:
-    """image-net.org: winter21_whole, a tar for each class"""
+    """image-net.org: winter21_whole, with one tar per class"""
     names = ["n01440764", "n01443537", "n01484850"]
     files = {
         f"winter21_whole/{name}.tar": tar_of(
@@ -257,13 +259,13 @@ LAYOUTS: dict[str, Callable[[], Published]] = {
 }
 
 
-# ---- reading them --------------------------------------------------------------------------------
+# ---- reading published data sets -----------------------------------------------------------------
 
 
 class Listed(NamedTuple):
     class_names: list[str]
     splits: dict[str, list]
-    """The samples of each split, with their encoded images."""
+    """Maps each split to its samples and their encoded images."""
     notes: list[str]
 
 
@@ -367,7 +369,7 @@ def test_a_list_without_a_split_beside_one_of_val_is_the_list_of_train(tmp_path)
 
 
 def test_a_column_that_tells_other_splits_than_the_name_of_the_list(tmp_path):
-    """The name of the list tells the split only if no column does."""
+    """The name of a list determines the split only if the list has no split column."""
     rows = ["file,label,split", *(f"{n}.jpg,ab,{'val' if n > 15 else 'train'}" for n in range(20))]
     rows = [row.replace("ab", "ab"[n % 2]) for n, row in enumerate(rows)]
     found = of(FLAT | {"train.csv": text(rows)}, tmp_path)
@@ -386,7 +388,7 @@ def test_a_label_that_no_training_image_has_is_an_error(tmp_path):
 
 
 def test_a_list_of_other_images_is_reported_and_not_used(tmp_path):
-    """For example, a list beside class folders that was made for other files."""
+    """For example, a list beside class folders may have been made for other files."""
     files = {f"{name}/{n}.jpg": picture(0, n) for name in ("cat", "dog") for n in range(6)}
     found = of(files | {"train.txt": b"fish/1.jpg 0\n"}, tmp_path)
     assert found.class_names == ["cat", "dog"]
@@ -394,7 +396,8 @@ def test_a_list_of_other_images_is_reported_and_not_used(tmp_path):
 
 
 def test_a_list_without_the_class_folders_of_its_images_is_not_used(tmp_path):
-    """No folder contains all of its images, so the class folders count."""
+    """No single folder contains all images in the list, so the class folders determine the
+    labels."""
     names = ["ant", "bee", "cat", "dog"]
     files = {f"train/{names[n % 4]}/{n}.jpg": picture(n % 4, n) for n in range(40)}
     rows = ["file,target", *(f"{n}.jpg,{n % 4}" for n in range(40))]
@@ -425,7 +428,8 @@ def test_every_separator_and_kind_of_label(separator, labels, tmp_path):
 
 
 def test_a_list_in_the_other_layouts_of_its_images(tmp_path):
-    """Windows writes backslashes and a byte order mark, and lists may begin with `./`."""
+    """Windows programs write backslashes and a byte order mark, and paths in lists may begin with
+    `./`."""
     rows = [row.replace("/", "\\") for row in (f"photos/{row}" for row in ROWS[:10])]
     rows += [f"./photos/{row}" for row in ROWS[10:]]
     files = {f"photos/{name}": data for name, data in FLAT.items()}
@@ -454,7 +458,8 @@ def pair_rows(separator: str, suffix: str = ".jpg", names: list[str] = PAIR) -> 
 
 
 def with_split_column() -> Files:
-    """The first rows are of val, and some images of val are in the folder of train."""
+    """Return images and a list whose split column assigns the first rows to val, although their
+    images are in the train folder."""
     rows = [f"{'test' if n % 4 > 1 else 'train'}/{n}.jpg" for n in range(20)]
     files = {row: picture(n % 2, n) for n, row in enumerate(rows)}
     splits = ["val" if n < 2 else row.partition("/")[0] for n, row in enumerate(rows)]
@@ -463,14 +468,15 @@ def with_split_column() -> Files:
 
 
 def kaggle_cifar() -> Files:
-    """kaggle.com/c/cifar-10: test images have the names of training images"""
+    """kaggle.com/c/cifar-10: test images have the same names as training images"""
     test = {f"test/{n}.jpg": picture(1 - n % 2, n) for n in range(30)}
     train = {f"train/{n}.jpg": picture(n % 2, n) for n in range(20)}
     return test | train | {"trainLabels.csv": text(["id,label", *pair_rows(",", "")])}
 
 
 def folders_and(name: str, lines: list[str]) -> Files:
-    """Class folders whose images are named by numbers, and a list of the classes."""
+    """Return class folders in which the image names are numbers, and a list with the given name and
+    lines."""
     images = {f"{PAIR[n % 2]}/{n // 2}.jpg": picture(n % 2, n) for n in range(20)}
     return images | {name: text(lines)}
 
@@ -549,14 +555,15 @@ def test_a_list_in_an_unusual_form_gets_the_right_labels(name, tmp_path):
 def test_classes_without_numbers_are_counted_from_0_or_1_only_if_all_have_images(
     classes, first, tmp_path
 ):
-    """Otherwise, the first line could be a header, or the name of 0 or of 1."""
+    """Otherwise, the first line could be a header, or the name of class 0 or of class 1."""
     rows = [f"{n}.jpg {first + n % 2}" for n in range(20)]
     with pytest.raises(PrepError, match=f"the names of the classes {first} to {first + 1}"):
         of(FLAT | {"labels.txt": text(rows), "classes.txt": text(classes)}, tmp_path)
 
 
 def test_numbers_of_classes_in_folders_need_a_sorted_or_numbered_list(tmp_path):
-    """ImageFolder numbers sorted folders, but Tiny-ImageNet's wnids.txt is not sorted."""
+    """ImageFolder numbers the folders in sorted order, but Tiny-ImageNet's wnids.txt is not
+    sorted."""
     files = {f"val/{n}.jpg": picture(n % 2, n) for n in range(20)}
     files |= {f"train/{PAIR[n % 2]}/{n}.jpg": picture(n % 2, n) for n in range(20)}
     files["val.txt"] = text([f"{n}.jpg {n % 2}" for n in range(20)])

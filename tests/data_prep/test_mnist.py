@@ -1,4 +1,4 @@
-"""Test MNIST and similar datasets against torchvision, with verified downloads and training."""
+"""Compare MNIST and similar datasets with torchvision, and test verified downloads and training."""
 
 import hashlib
 
@@ -16,7 +16,8 @@ from vit.data.storage.opening import open_split
 
 @pytest.fixture
 def small(monkeypatch) -> Files:
-    """Return the compressed files of 20 and 20 images. The real files have 60,000 and 10,000."""
+    """Return compressed files with 20 training and 20 validation images. The real files contain
+    60,000 and 10,000 images."""
     few_records(monkeypatch)
     files = tiny("MNIST, compressed").files
     return {name.removeprefix("in/"): data for name, data in files.items()}
@@ -56,8 +57,8 @@ def test_variants_equal_those_of_torchvision(variant):
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
-    """The generated files are rejected with the real md5s of MNIST, and accepted with their own
-    md5s."""
+    """The generated files must be rejected if MNIST's real md5s are expected, and accepted if their
+    own md5s are expected."""
     served = below("/m/", small)
     command = [
         str(tmp_path / "new" / "folder"),

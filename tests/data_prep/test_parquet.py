@@ -1,5 +1,5 @@
-"""Test Parquet files from `datasets` and pyarrow: shards must contain each row once, with the same
-bytes and labels."""
+"""Test Parquet files from `datasets` and pyarrow: shards must contain each row once, with the row's
+bytes and label."""
 
 import datetime
 import io
@@ -27,7 +27,7 @@ IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]
 
 
 def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n % 3) -> list[dict]:
-    """Return rows. Every third image has no name."""
+    """Return table rows. Every third image has no name."""
     return [
         {
             "image": {"bytes": image_bytes(start + n), "path": f"{n}.jpg" if n % 3 else None},
@@ -119,7 +119,8 @@ def test_a_test_split_with_secret_labels_is_skipped(tmp_path, capsys):
 
 
 def test_class_names_are_read_from_the_readme(tmp_path):
-    """Files converted by the hub have one folder per split and no `datasets` schema."""
+    """Files that the Hugging Face Hub has converted have one folder per split and no `datasets`
+    schema."""
     listed = rows(12)
     by_pyarrow(tmp_path / "hub" / "default" / "train" / "0000.parquet", listed)
     by_pyarrow(tmp_path / "hub" / "default" / "test" / "0000.parquet", rows(3, 50))
@@ -227,7 +228,8 @@ COLORS = {"red": (200, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 200)}
 
 
 def of_colors(path: Path, colors: str, names: list[str] | None, as_text: bool = False) -> None:
-    """Write a file of plain images. names: the file's class names, in the order of its labels."""
+    """Write a Parquet file of single-color images. `names` contains the file's class names in label
+    order."""
     colors_of_rows = colors.split()
     images = [
         {"bytes": jpeg_bytes(Image.new("RGB", (24 + n, 16), COLORS[color])), "path": None}
@@ -280,7 +282,7 @@ FOUR = "red green red green"
     ],
 )
 def test_labels_are_matched_by_the_names_in_each_file(tmp_path, files):
-    """The color of each image tells its class, whatever the numbers in its file mean."""
+    """The color of each image shows its class, even if the files number the classes differently."""
     for name, of_file in files.items():
         of_colors(tmp_path / "in" / f"{name}.parquet", *of_file)
     prepared(tmp_path / "in", tmp_path / "out", "--num-shards", "1")
@@ -368,7 +370,8 @@ def test_a_label_column_of_another_type_is_one_line(tmp_path, capsys, kind, flag
 
 
 def test_booleans_and_whole_floats_are_labels(tmp_path):
-    """pandas writes floats if a value is missing, and -1 or null in a test split means secret."""
+    """pandas writes floats if a value is missing. In a test split, -1 or null means that the label
+    is secret."""
     for name, values, names in (
         ("floats", [0.0, 2.0, 10.0] * 4, ["0", "2", "10"]),
         ("booleans", [True, False] * 6, ["False", "True"]),

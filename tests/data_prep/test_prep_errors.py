@@ -1,5 +1,5 @@
-"""Test the section "Data preparation" of errors/rows.yaml. The command must print each row for
-files in the real format.
+"""Test the section "Data preparation" of errors/rows.yaml. The commands must print the text of each
+row when they run on files in the real format.
 
 The first cell of a row names its scenario. The test checks the output, the exit status and the
 remaining files. A problem found before the first shard is written must leave no files. A later
@@ -231,8 +231,8 @@ class Background:
         )
 
     def wait_for(self, *patterns: str) -> None:
-        """Wait until files of all patterns exist at once, such as one complete shard and others
-        that are being written."""
+        """Wait until each pattern matches an existing file, for example a complete shard and a
+        shard that is being written."""
         while not all(any(self.place.out.glob(pattern)) for pattern in patterns):
             assert self.process.poll() is None, f"ended too early: {self.process.communicate()[1]}"
             time.sleep(0.001)
@@ -269,7 +269,8 @@ def continues(background: Background) -> None:
 
 @scenario("Ctrl-C", begun=True)
 def _(place):
-    """A terminal sends the signal to all processes. Here, the workers have just begun to start."""
+    """A terminal sends the signal to all processes. In this scenario, the workers have just begun
+    to start."""
     background = Background(place)
     background.wait_for("_writing.json")
     time.sleep(0.1)

@@ -1,11 +1,12 @@
-"""Test every source with every fault. One rule decides: a command may write the samples of the
-undamaged source or print one error, and it never leaves anything else.
+"""Test every source with every fault. A command must either write the undamaged source's samples or
+print one error, and must not leave any other files.
 
 - `FAULTS` damage the files of a source before the command starts.
-- `STOPS` end the command at random file operations. The same command then continues.
-- `REFUSED` are commands into a folder that holds the shards of the source.
+- `STOPS` end the command at random file operations. The same command must then complete the shards.
+- `REFUSED` are commands that write to a folder that already contains the source's shards.
 
-`SENSELESS` lists cells that cannot exist. prep_wrong_sources.py has faults of single sources.
+`SENSELESS` lists combinations of a fault and a source that cannot exist. Faults that only one
+source can have are in prep_wrong_sources.py.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ PAGE = b"<!DOCTYPE html><html>Please log in</html>" * 100
 
 
 def parts_of(source: Tiny) -> list[str]:
-    """Return the files that are neither images nor annotations. Of the files in a folder with the
-    same suffix, return only the last one."""
+    """Return the paths of files that are neither images nor annotations. If several files in a
+    folder have the same suffix, return only the last one."""
     kinds = {
         re.sub(r"[^/]*(?=\.[a-z]+$)", "*", p): p for p in source.files if "." in p or "idx" in p
     }
@@ -84,7 +85,8 @@ def parts_of(source: Tiny) -> list[str]:
 
 
 def one_by_one(change: Callable[[str], Callable[[Files], Files]]) -> Callable[[Tiny], list[Files]]:
-    """Return a function that returns a source's files with a change of one file at a time."""
+    """Return a function that returns several versions of a source's files. Each version applies
+    `change` to a different file."""
     return lambda source: [change(part)(source.files) for part in parts_of(source)]
 
 
@@ -128,7 +130,8 @@ def test_a_damaged_source_is_refused_or_has_the_same_samples(name: str, fault: s
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_files_of_another_user_are_refused_or_not_needed(name: str, place: Place):
-    """Without archive or table, the folder of a class belongs to the other user."""
+    """If the source contains neither an archive nor a table, a class folder belongs to the other
+    user."""
     source = tiny(name)
     for number, part in enumerate(parts_of(source) or [os.path.dirname(max(source.files))]):
         folder = place.folder / str(number)
@@ -161,19 +164,19 @@ WRITTEN = (
     "ImageNet, official",
     "ImageNet, parquet",
 )
-"""One source for each way to read: in place, inflated, unpacked or copied."""
+"""Sources that cover each way to read files: in place, inflated, unpacked or copied."""
 OPTIONS = ("--num-shards", "3", "--workers", "1")
 AGAIN = "; run the same command again to continue"
 
 
 class Set(NamedTuple):
-    """The shards of a source, written by a command that nothing has disturbed."""
+    """A source's shards, written by a command that was not disturbed."""
 
     source: Tiny
     root: Path
     main: Callable[[list[str]], int]
     line: list[str]
-    """The arguments of the command without --out."""
+    """The command's arguments without --out."""
 
 
 @pytest.fixture(scope="module", params=WRITTEN)
@@ -189,7 +192,7 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Set:
 
 
 def test_the_shards_contain_the_samples(undisturbed: Set):
-    """Images that cannot be decoded are listed, and others may be converted."""
+    """Images that cannot be decoded must be listed, and other images may have been converted."""
     source, root, *_ = undisturbed
     info = json.loads((root / "_info.json").read_text())
     found = {
@@ -224,7 +227,7 @@ def signal_at(number: int, out: Path, sent: signal.Signals) -> None:
 
 
 def full_disk(number: int, out: Path) -> None:
-    """Limit the size of files. The number decides which files are cut off."""
+    """Simulate a full disk by limiting the size of files. `number` determines the limit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (400 + 60 * number, 400 + 60 * number))
 
 
@@ -234,11 +237,12 @@ STOPS: dict[str, tuple[Callable[[int, Path], None], int, str]] = {
     "SIGTERM": (partial(signal_at, sent=signal.SIGTERM), 143, rf"^terminated{AGAIN}$"),
     "a full disk": (full_disk, 2, rf"^error: (.*: )?{os.strerror(errno.EFBIG)}; .*{AGAIN[2:]}$"),
 }
-"""Each maps to what is done in the process of the command, its exit status, and what it prints."""
+"""Maps each name to the function that runs in the command's process, the expected exit status, and
+a regular expression for the error output."""
 
 
 def lose_files(root: Path) -> None:
-    """Damage a complete set as if its disk had failed."""
+    """Damage a complete data set as if its disk had failed."""
     shards = sorted(root.glob("*.tar"))
     shards[0].unlink()
     os.truncate(shards[1], 1000)
@@ -250,7 +254,8 @@ def lose_files(root: Path) -> None:
 def test_a_stopped_command_continues_with_the_same_bytes(
     undisturbed: Set, begun: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    """A new command, or one that completes a damaged set, is stopped in every way."""
+    """The test stops either a new command or a command that repairs a damaged data set, in each of
+    the ways in `STOPS`."""
     out = tmp_path / undisturbed.root.name
     if begun:
         shutil.copytree(undisturbed.root, out)
@@ -272,18 +277,19 @@ def test_a_stopped_command_continues_with_the_same_bytes(
         for name in written:
             is_whole = now[name] == before.get(name) or name.endswith(".rows.npy") or begun
             assert is_whole, (stop, number, name)
-        # A catalog whose creation was interrupted is removed by the next command.
+        # The next command removes a catalog whose creation was interrupted.
         left = [name for name in now if name.endswith(".tmp") and "_catalog" not in name]
         assert ended < 0 or not left, f"{stop} {number}: partial files were left"
     assert undisturbed.main(line) == 0
     assert digests(out) == before
 
 
-# ---- commands into a folder that holds the shards ------------------------------------------------
+# ---- commands that write to a folder with the source's shards ------------------------------------
 
 
 def another_source(folder: Path) -> list[str]:
-    """Return the arguments of `imagefolder` for a source of two classes."""
+    """Write a source with two classes, and return the arguments with which `imagefolder` prepares
+    it."""
     write({f"other/{name}/1.jpg": b"x" for name in ("ant", "bee")}, folder)
     return [str(folder / "other")]
 

@@ -152,7 +152,8 @@ def test_errors_without_a_signal_are_raised_unchanged(kind):
     ],
 )
 def test_the_first_signal_is_printed_while_a_library_does_not_return(saves, number, reaction):
-    """Python's handler runs after the call, which ends only when the line has been printed."""
+    """Python's signal handler runs only after the library call. In this test, the call returns only
+    after the line has been printed."""
     done = subprocess.Popen(
         [sys.executable, "-c", IN_C_CODE, str(int(saves))],
         stdin=subprocess.PIPE,

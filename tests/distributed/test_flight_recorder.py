@@ -1,4 +1,5 @@
-"""Test the record of NCCL's collectives without NCCL. Only the name of the backend is imitated."""
+"""Test the record of NCCL's collectives without NCCL. The tests replace only the name of the
+backend."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_gloo_has_no_record(process_group, tmp_path):
 @needs_nccl
 def test_writes_a_file_for_each_rank_to_the_run_folder(process_group, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    folder = tmp_path / "run"  # this host may not have it yet
+    folder = tmp_path / "run"  # this folder may not exist on this host yet
     flight_recorder.write_to(folder)
     assert flight_recorder.dump() == f"{folder}/nccl_trace_rank_"
     record = pickle.loads((folder / "nccl_trace_rank_0").read_bytes())

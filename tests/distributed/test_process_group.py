@@ -268,7 +268,7 @@ def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
 
 
 def test_a_wrong_network_interface_is_named_by_each_rank(tmp_path, monkeypatch):
-    """`^` is the syntax of NCCL's variable, which gloo does not know."""
+    """NCCL's variable may begin with `^`, but gloo does not support this syntax."""
     script = tmp_path / "join.py"
     script.write_text(JOIN)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo,docker")

@@ -41,7 +41,7 @@ os._exit(0)  # skips the finalization, with which gloo's threads race
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory) -> dict[tuple[bool, int], dict[str, torch.Tensor]]:
-    """Return the averaged and the own gradients of both ranks, reduced in fp32 and in bf16."""
+    """Return the averaged gradients, reduced in fp32 and in bf16, and each rank's own gradients."""
     folder = tmp_path_factory.mktemp("gradients")
     script = folder / "gradients.py"
     script.write_text(GRADIENTS)
@@ -62,7 +62,7 @@ def test_each_element_is_within_one_rounding_per_rank_and_one_of_the_sum(gradien
         exact, rounded = (gradients[in_bf16, 0][name] for in_bf16 in (False, True))
         parts = [gradients[False, rank][f"own {name}"] / 2 for rank in (0, 1)]
         bound = UNIT * (parts[0].abs() + parts[1].abs()) + UNIT * rounded.abs()
-        # fp32 also rounds, by 2**-24 of the parts.
+        # Sums in fp32 are also rounded, with errors of about 2**-24 of the parts.
         bound += 2.0**-22 * (parts[0].abs() + parts[1].abs())
         assert ((rounded - exact).abs() <= bound).all(), name
         assert not torch.equal(rounded, exact), "the sum must be in bf16"

@@ -1,4 +1,5 @@
-"""Test that the only rank of torchrun, as on a host with one GPU, ends with its torchrun."""
+"""Test that a single rank, as on a host with one GPU, saves and exits when its torchrun is
+killed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def test_the_only_rank_saves_and_stops_if_torchrun_is_killed(config, tmp_path):
     (rank,) = background.trainers()
     os.kill(background.process.pid, signal.SIGKILL)
     try:
-        output = background.end()  # the pipe of the output closes when the rank ends
+        output = background.end()  # the output pipe closes when the rank exits
     except subprocess.TimeoutExpired:
         os.kill(rank, signal.SIGKILL)
         raise

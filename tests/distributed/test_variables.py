@@ -1,4 +1,5 @@
-"""Test that wrong environment variables of torchrun and of other launchers end in one line."""
+"""Test that wrong environment variables from torchrun or another launcher cause a one-line
+error."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def variables_of(monkeypatch):
     ],
 )
 def test_wrong_variables_are_named_in_one_line(variables_of, variables, texts):
-    """tests/project/errors/rows.yaml has the whole lines, which real commands print."""
+    """tests/project/errors/rows.yaml contains the complete lines, which real commands print."""
     variables_of(variables)
     with pytest.raises(ValueError, match=re.escape(texts[0])) as error:
         check_variables()

@@ -168,8 +168,8 @@ class Data:
 @dataclass(frozen=True)
 class Kill:
     """A SIGKILL to one rank or to all ranks. The signal is sent `delay_s` seconds after `step`
-    appears in the metrics, or after the start if `step` is -1. takes_folder: whether the local
-    folder of a run at a URL is also deleted."""
+    appears in the metrics, or after the start if `step` is -1. `takes_folder` tells whether the
+    local folder of a run at a URL is also deleted."""
 
     ranks: int
     step: int
@@ -180,9 +180,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Combination:
-    """The settings, location and number of ranks of a run, and the kills during the run. place: ""
-    for a folder, "file" or "s3". other_ranks: a second number of ranks that must produce the same
-    bits, or 0."""
+    """The settings, location and number of ranks of a run, and the kills during the run. `place` is
+    "" for a folder, "file" or "s3". `other_ranks` is a second number of ranks that must produce the
+    same bits, or 0."""
 
     settings: tuple[str, ...]
     place: str

@@ -1,8 +1,8 @@
 """Send a stop signal to all processes of a job, as Slurm, systemd, `timeout` and terminals do.
 
-A compiler has no handler and dies at once, and its rank then sees a compiler error. Whichever
-process the signal ends first, the job must not report a mistake or a bug, which schedulers do not
-retry.
+A compiler has no signal handler and exits immediately, so its rank receives a compiler error.
+Regardless of which process exits first, the job must not report a mistake or a bug, because
+schedulers do not retry these.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ WITHIN_S = 600
 
 
 def tree(pid: int) -> list[int]:
-    """Return the ids of a process and its descendants, the deepest first."""
+    """Return the ids of a process and its descendants, with children before their parents."""
     return [*(each for child in children(pid) for each in tree(child)), pid]
 
 
 def start_job(config: Path, folder: Path, script: str = "job", **variables: str) -> Family:
-    """Start a run in `folder` that compiles its model, with an empty cache."""
+    """Start a run in `folder` that compiles its model with an empty compiler cache."""
     line = [sys.executable, str(REPOSITORY / "launch" / f"{script}.py"), "--config", str(config)]
     line += [f"run.dir={folder / 'run'}", *TINY, "train.compile=true", "loader.num_workers=1"]
     env = {
@@ -54,8 +54,8 @@ def start_job(config: Path, folder: Path, script: str = "job", **variables: str)
 
 
 def compile_in(folder: Path, config: Path, begins_with: str, script: str = "train") -> Family:
-    """Start training, and wait until its compiler runs. begins_with: the file from which on the
-    compiler waits."""
+    """Start training, and wait until its compiler runs. The compiler hangs as soon as `folder`
+    contains the file `begins_with`."""
     compiler = folder / "g++"
     compiler.write_text(COMPILER.format(folder=folder, begins_with=begins_with))
     compiler.chmod(0o755)
@@ -72,8 +72,8 @@ def compile_in(folder: Path, config: Path, begins_with: str, script: str = "trai
 def signalled(
     config: Path, folder: Path, number: signal.Signals, after_s: float, rng: random.Random
 ) -> list[str]:
-    """Start a job, and send `number` to all of its processes after `after_s` seconds of its CPU
-    time, in a random order. Return a list of problems."""
+    """Start a job, and wait until it has used `after_s` seconds of CPU time. Then send the signal
+    `number` to all of its processes in random order. Return a list of problems."""
     with start_job(config, folder) as family:
         job = family.process.pid
         _wait_until(lambda: family.process.poll() is not None or _cpu_s(job) > after_s)
@@ -84,7 +84,7 @@ def signalled(
                 os.kill(pid, number)
         output, _ = family.communicate(WITHIN_S)
     status = family.process.returncode
-    # Until the job has imported its modules, the signal ends it like any other process.
+    # Until the job has imported its modules, the signal ends the job like any other program.
     expected = (AGAIN, 0, -number, 128 + number)
     return (
         [] if status in expected else [f"{number.name} after {after_s:.1f} s: {status}\n{output}"]
@@ -92,7 +92,7 @@ def signalled(
 
 
 def cpu_s_of_a_whole_job(config: Path, folder: Path) -> float:
-    """Train once, and return the CPU seconds of all processes of the job."""
+    """Train once, and return the CPU time of all processes in the job, in seconds."""
     before = os.times()
     with start_job(config, folder) as family:
         output, _ = family.communicate(WITHIN_S)
@@ -104,7 +104,8 @@ def cpu_s_of_a_whole_job(config: Path, folder: Path) -> float:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the CPU seconds of the living processes of a tree, and of their ended children."""
+    """Return the CPU time of all live processes in a process tree and of their exited children, in
+    seconds."""
     ticks = 0
     for each in tree(pid):
         with suppress(OSError, IndexError):

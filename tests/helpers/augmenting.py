@@ -109,8 +109,8 @@ def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def photographs() -> np.ndarray:
-    """Return (7, 3, 40, 120) images: edges, low contrast, dark, bright, noise, and two images in
-    which some channels are constant."""
+    """Return seven images with shape (7, 3, 40, 120): edges, a low-contrast image, a dark one, a
+    bright one, noise, and two images in which some channels are constant."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]
     waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128

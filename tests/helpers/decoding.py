@@ -78,7 +78,7 @@ def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndar
 
 
 def gray_tiff(values: np.ndarray, num_bits: int, photometric: int = 1) -> bytes:
-    """Return a little-endian TIFF of gray values, whose bits are packed (TIFF 6.0)."""
+    """Return a little-endian TIFF 6.0 file of gray values with packed bits."""
     bits = (values[..., None] >> np.arange(num_bits - 1, -1, -1)) & 1
     content = np.packbits(bits.astype(np.uint8).reshape(len(values), -1), axis=1).tobytes()
     if num_bits == 16:
@@ -92,7 +92,8 @@ def gray_tiff(values: np.ndarray, num_bits: int, photometric: int = 1) -> bytes:
 
 
 def planar_tiff(planes: np.ndarray, photometric: int = 2, compressed: bool = False) -> bytes:
-    """Return a little-endian TIFF of planes (channels, H, W), one after another (TIFF 6.0)."""
+    """Return a little-endian TIFF 6.0 file that stores the planes (channels, H, W) one after
+    another."""
     channels, height, width = planes.shape
     strips = [plane.astype(planes.dtype.newbyteorder("<")).tobytes() for plane in planes]
     if compressed:
@@ -109,7 +110,8 @@ def planar_tiff(planes: np.ndarray, photometric: int = 2, compressed: bool = Fal
 
 
 def sixteen_bit_png(values: np.ndarray, significant_bits: int | None = None) -> bytes:
-    """Return a 16-bit PNG of gray values (H, W) or colors (H, W, 3), optionally with sBIT."""
+    """Return a 16-bit PNG of gray values (H, W) or colors (H, W, 3), optionally with an sBIT
+    chunk."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(kind + content))

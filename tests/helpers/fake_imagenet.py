@@ -179,8 +179,8 @@ def write_val_tar(fake: Fake, path: Path) -> Path:
 
 
 def meta_mat(fake: Fake) -> bytes:
-    """Return the development kit's `meta.mat`, which lists the classes by ILSVRC2012_ID and then
-    the groups of classes."""
+    """Return the development kit's `meta.mat`, which lists the classes in the order of their
+    ILSVRC2012_ID, followed by the groups of classes."""
     from scipy.io import savemat
 
     dtype = [
@@ -375,8 +375,8 @@ def write_parquets(
     return folder
 
 
-# ---- layouts that users have; each function takes (fake, folder) and returns command-line paths
-# ---
+# ---- layouts that users have ---------------------------------------------------------------------
+# Each function takes (fake, folder), and returns the paths for the command line.
 
 
 def as_official(fake: Fake, folder: Path) -> list[Path]:

@@ -35,7 +35,8 @@ _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
-    """Return the live processes whose mark begins with `mark`, as {id: command line and test}.
+    """Return the live processes whose mark begins with `mark`, as {process id: command line and
+    test name}.
 
     The current process is excluded. If `name` is given, only the processes of this test are
     returned.

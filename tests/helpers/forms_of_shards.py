@@ -37,8 +37,8 @@ def layout_of(flags: str) -> SampleLayout:
 
 
 def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    """Write (key, {suffix: content}) to a tar file in the given order, using only the standard
-    library."""
+    """Write samples, each given as (key, {suffix: content}), to a tar file in the given order,
+    using only the standard library."""
     with tarfile.open(path, "w") as tar:
         for key, members in samples:
             for suffix, data in members.items():

@@ -46,7 +46,8 @@ def feistel(n: int, key: int, value: int) -> int:
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
     """Return all batches of one shuffle. Each batch is a list of (sample, copy).
 
-    A shuffle covers one epoch. With the order `batch`, it covers one epoch per copy.
+    A shuffle covers one epoch. If `aug_repeats_form` is "batch", a shuffle covers one epoch per
+    copy.
     """
     n = order.num_samples
     block = order.block_samples
@@ -102,7 +103,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """Create an equal order in the way another process would create it."""
+    """Create a copy of `order` in the way another process would create the order."""
     o = order
     sizes = (
         o.num_samples,

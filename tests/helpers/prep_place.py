@@ -67,7 +67,8 @@ class Place:
         fork: Callable[[], None] | None = None,
     ) -> None:
         """Run `python -m data_prep.<module>`. With `alone` or a prefix, run the command in a
-        separate process. With `fork`, run it in a fork of this process, after a call of `fork`."""
+        separate process. With `fork`, run the command in a fork of this process that first calls
+        `fork`."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -87,7 +88,7 @@ class Place:
 
     def refused(self, message: str) -> None:
         """Check that the command has printed one error that matches `message`, and has changed no
-        file. All lines of an error are indented, except for the first and the last one."""
+        file. All lines of the error except the first and the last must be indented."""
         assert self.status == 2, self.stdout + self.stderr
         assert re.search(message, self.stderr), (
             f"expected\n{message}\nbut this was printed:\n{self.stderr}"
@@ -97,7 +98,7 @@ class Place:
         assert self.after == self.before, "files were written or changed"
 
     def prepare(self, module: str, *arguments: object, **options: Any) -> None:
-        """Prepare a source. The command writes to `out`."""
+        """Run the command `data_prep.<module>`, which writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
@@ -120,8 +121,8 @@ def status_of(main: Callable[[list[str]], int], line: list[str]) -> int:
 
 
 def forked(before: Callable[[], None], main: Callable[[list[str]], int], line: list[str]) -> int:
-    """Return the exit status of a command that runs in a fork of this process, after a call of
-    `before`. The status is negative if a signal killed the fork. Wait for its workers as well."""
+    """Run a command in a fork of this process that first calls `before`, and wait for the command
+    and its workers. Return the exit status, which is negative if a signal killed the fork."""
     if pid := os.fork():
         _, status = os.waitpid(pid, 0)
         wait_for_end_of_group(pid)
@@ -129,7 +130,7 @@ def forked(before: Callable[[], None], main: Callable[[list[str]], int], line: l
     status = 99
     try:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores SIGINT
         before()
         status = status_of(main, line)
     except BaseException:
@@ -152,7 +153,7 @@ def wait_for_end_of_group(group: int) -> None:
 
 
 def without_privileges() -> None:
-    """Drop the two capabilities by which root ignores permission bits."""
+    """Drop the two capabilities that allow root to ignore permission bits."""
     head = (ctypes.c_uint32 * 2)(0x20080522, 0)
     sets = (ctypes.c_uint32 * 6)()
     ctypes.CDLL(None).capget(head, sets)
@@ -165,8 +166,8 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Check that each tar can be read to its end and matches its sidecar. complete: whether all
-    tars must exist."""
+    """Check that each tar can be read to its end and matches its sidecar. If `complete` is true,
+    all tars must exist."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
         "partial files were left"
     )
@@ -193,8 +194,8 @@ BEGUN: set[str] = set()
 
 
 def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario for the row `problem`. begun: whether the command has started to write
-    shards."""
+    """Register the scenario for the row `problem`. `begun` tells whether the command has already
+    started to write shards when the problem occurs."""
 
     def register(function: Scenario) -> Scenario:
         SCENARIOS[problem] = function

@@ -37,9 +37,9 @@ Files = dict[str, bytes]
 
 class Sample(NamedTuple):
     split: str
-    """The name of the split, or "" if a hash of the key decides."""
+    """The name of the split, or "" if a hash of the key selects the split."""
     key: str
-    """The key without the hash that distinguishes equal keys."""
+    """The key without the hash that is added if several samples would have the same key."""
     label: int
     image: Any
     """The encoded image, or its pixels if the source stores no encoded images."""
@@ -53,20 +53,20 @@ class Tiny:
     files: Files
     samples: list[Sample]
     open: Callable[..., Any]
-    """Returns the `Source` of the paths in `at`."""
+    """A function that takes the paths in `at` and returns their `Source`."""
     at: str = "in"
-    """The SOURCE arguments below the folder, separated by blanks."""
+    """The SOURCE arguments relative to the folder, separated by spaces."""
     flags: tuple[str, ...] = ()
     unreadable: frozenset[str] = frozenset()
     """The keys of images that cannot be decoded."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the files, and return the SOURCE arguments."""
+        """Write the files to `folder`, and return the SOURCE arguments."""
         write(self.files, folder)
         return [folder / name for name in self.at.split()]
 
     def listed(self, folder: Path) -> list[Sample]:
-        """Return the samples in the catalog of the source, which was written to `folder`."""
+        """Return the samples in the catalog of this source, whose files are in `folder`."""
         opened = self.open(*(folder / name for name in self.at.split()))
         found = new_catalog(opened, folder / "catalog", seed=0)
         splits = {sample.split for sample in self.samples}
@@ -95,7 +95,8 @@ def in_order(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def is_same(found: bytes, image: Any) -> bool:
-    """Return whether `found` is the image itself, or a JPEG of its pixels in full color."""
+    """Return whether `found` has the same bytes as `image`, or is a JPEG of the pixels in `image`
+    without chroma subsampling."""
     if isinstance(image, bytes):
         return found == image
     decoded = Image.open(io.BytesIO(found))
@@ -124,7 +125,8 @@ def tgz_of(files: Files, prefix: str = "") -> bytes:
 
 
 def tar_with(*members: tarfile.TarInfo) -> bytes:
-    """Return a tar of members without content, which may be links or state any size."""
+    """Return a tar whose members have no content. The members may be links, and may declare any
+    size."""
     return b"".join(member.tobuf(tarfile.GNU_FORMAT) for member in members) + bytes(10240)
 
 
@@ -166,7 +168,7 @@ ANIMALS: Files = {
     for place, folder in enumerate(animals10.ENGLISH)
     for number in range(4)
 } | {"ragno/OIP-1.png": image_bytes(200), "mucca/cut.jpg": BROKEN}
-"""Images by their path below raw-img. Two names differ only in their suffix."""
+"""Maps each path below raw-img to its image. Two paths differ only in their suffixes."""
 
 
 def animals(files: Files, at: str = "in") -> Tiny:
@@ -183,7 +185,7 @@ def animals(files: Files, at: str = "in") -> Tiny:
 
 
 def renamed(change: Callable[[str], str]) -> Files:
-    """Return the animals in class folders with other names."""
+    """Return the animal images, with `change` applied to the names of their class folders."""
     parts = {path: path.split("/") for path in ANIMALS}
     return {f"in/{change(parts[path][0])}/{parts[path][1]}": ANIMALS[path] for path in ANIMALS}
 
@@ -191,7 +193,8 @@ def renamed(change: Callable[[str], str]) -> Files:
 # ---- arrays of pixels ----------------------------------------------------------------------------
 
 PER_FILE = 20
-"""The number of records in a file. The real files have 10,000 to 60,000 (`few_records`)."""
+"""The number of records in each file. The real files contain 10,000 to 60,000 records (see
+`few_records`)."""
 NAMES = {
     10: ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
     100: [f"fine_{number:02d}" for number in range(100)],
@@ -207,13 +210,13 @@ def few_records(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradient(label: int, number: int, side: int) -> np.ndarray:
-    """Return a gray picture that differs for each label and number, without hard edges."""
+    """Return a gray image without hard edges. The image depends on the label and the number."""
     y, x = np.mgrid[:side, :side]
     return (3 * x + (label % 5) * y // 2 + 2 * number).astype(np.uint8)
 
 
 def cifar_tiny(classes: int, pack: Callable[[Files], Files], at: str = "in") -> Tiny:
-    """pack: puts the files of the data set into a folder or an archive."""
+    """Return a tiny CIFAR data set. `pack` puts the files into a folder or an archive."""
     kind = cifar.KINDS[classes]
     # The original file ends with a blank line.
     files = {kind.class_names: "\n".join([*NAMES[classes], "", ""]).encode()}
@@ -270,7 +273,7 @@ def parquet_of(rows: list[dict[str, Any]]) -> bytes:
 
 
 def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n % 3) -> list[dict]:
-    """Return rows of images without names."""
+    """Return table rows whose images have no names."""
     return [
         {"image": {"bytes": image_bytes(start + n), "path": None}, "label": label(n)}
         for n in range(count)
@@ -278,7 +281,8 @@ def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n %
 
 
 def tables() -> Tiny:
-    """Return two files of train and one of val. Row 15 of train cannot be decoded."""
+    """Return a source with two training files and one validation file. The image in row 15 of the
+    training files cannot be decoded."""
     train, val = rows(20), rows(7, 100)
     train[15]["image"]["bytes"] = BROKEN
     files = {
@@ -305,8 +309,8 @@ def fake(odd: bool = False) -> Fake:
 
 @cache
 def layout(name: str, odd: bool = True) -> Tiny:
-    """Return ImageNet in one of the layouts of fake_imagenet.py. odd: whether some images are no
-    ordinary JPEGs."""
+    """Return the fake ImageNet in one of the layouts in fake_imagenet.py. If `odd` is true, some
+    images are not ordinary JPEGs."""
     made = fake(odd)
     with tempfile.TemporaryDirectory() as folder:
         at = [str(path.relative_to(folder)) for path in LAYOUTS[name](made, Path(folder))]
@@ -356,7 +360,7 @@ SOURCES: dict[str, Callable[[], Tiny]] = {
         10, lambda files: {"a.tar": tar_of(below("./deep/er/", files).items())}, "a.tar"
     ),
     "CIFAR-100, extracted": lambda: cifar_tiny(
-        # Extracted files are preferred to the archive.
+        # The command prefers extracted files to the archive.
         100,
         lambda f: below("in/cifar-100-binary/", f) | {"in/cifar-100-binary.tar.gz": b"not read"},
     ),
@@ -367,7 +371,7 @@ SOURCES: dict[str, Callable[[], Tiny]] = {
     "MNIST, compressed": lambda: mnist_tiny(lambda files: below("in/", gzipped(files))),
     "MNIST with dots": lambda: mnist_tiny(lambda files: below("in/", dotted(files))),
     "MNIST, raw": lambda: mnist_tiny(
-        # Uncompressed files are preferred to others.
+        # The command prefers uncompressed files to compressed files.
         lambda f: below("in/raw/", f) | below("in/raw/", dict.fromkeys(gzipped(f), b"not read"))
     ),
     "FashionMNIST": lambda: mnist_tiny(
@@ -391,12 +395,14 @@ Change = Callable[[Files], Files]
 
 
 def cut(name: str, part: float = 0.5) -> Change:
-    """Keep only the first part of a file."""
+    """Return a change that keeps only the fraction `part` at the start of each file whose path ends
+    with `name`."""
     return edit(name, lambda data: data[: int(len(data) * part)])
 
 
 def edit(name: str, change: Callable[[bytes], bytes]) -> Change:
-    """Change the content of each file whose path ends with `name`."""
+    """Return a change that applies `change` to the content of each file whose path ends with
+    `name`."""
 
     def changed(files: Files) -> Files:
         assert any(path.endswith(name) for path in files)
@@ -406,14 +412,14 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Change:
 
 
 def without(*parts: str) -> Change:
-    """Remove all files whose paths contain one of `parts`."""
+    """Return a change that removes all files whose paths contain one of `parts`."""
     return lambda files: {
         path: data for path, data in files.items() if not any(part in path for part in parts)
     }
 
 
 def put(more: Files) -> Change:
-    """Add files, or replace them."""
+    """Return a change that adds the files in `more`, and replaces files with the same paths."""
     return lambda files: files | more
 
 
@@ -430,7 +436,7 @@ class Stored(NamedTuple):
 
 
 def stored(root: Path, split: str) -> dict[str, Stored]:
-    """Read a split with the standard library only, and map each key to its sample."""
+    """Read a split with only the standard library, and return a dict from keys to samples."""
     members: dict[str, bytes] = {}
     for path in root.glob(f"{split}-*.tar"):
         with tarfile.open(path) as tar:

@@ -1,7 +1,7 @@
 """List faults that only one kind of source can have, each with the error that the command prints.
 
-A fault that is a row of tests/project/errors/rows.yaml has the row's name and text. Faults that
-every source can have are in tests/data_prep/test_sources_and_faults.py.
+If a fault has a row in tests/project/errors/rows.yaml, the row contains the fault's name and error.
+Faults that every source can have are in tests/data_prep/test_sources_and_faults.py.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ IMAGES = "train-images-idx3-ubyte"
 
 
 class Wrong(NamedTuple):
-    """A fault of a source."""
+    """A faulty source, and the error that the command must print."""
 
     command: str
     files: Callable[[], Files]
     message: str = ""
-    """The pattern of the error. Rows of rows.yaml have their own."""
+    """A regular expression for the error, or "" if a row of rows.yaml contains the error."""
     at: str = "in"
-    """The SOURCE arguments below the folder, separated by blanks."""
+    """The SOURCE arguments relative to the folder, separated by spaces."""
     flags: tuple[str, ...] = ()
     missing: str = ""
-    """A package that is not installed."""
+    """The name of a package that the command must not be able to import, or ""."""
 
     begun: bool = False
     """Whether the command has started to write into the folder `at`."""
@@ -92,14 +92,15 @@ class Wrong(NamedTuple):
 
 
 def add_rows(faults: dict[str, Wrong]) -> None:
-    """Register faults that have the names of rows."""
+    """Register each fault as the scenario for the row of rows.yaml with the same name."""
     for row, fault in faults.items():
         scenario(row, begun=fault.begun)(fault.prepare)
 
 
 def changed(name: str, *changes: Change) -> Callable[[], Files]:
-    """Return a function that returns the files of a source after some changes. "ImageNet, official"
-    and the like have only ordinary images, and other names are those of `SOURCES`."""
+    """Return a function that returns a source's files after some changes. `name` is either a key of
+    `SOURCES`, or "ImageNet, " followed by the name of a layout. The ImageNet layouts contain only
+    ordinary images."""
 
     def files() -> Files:
         kind, _, form = name.partition(", ")
@@ -113,8 +114,9 @@ def changed(name: str, *changes: Change) -> Callable[[], Files]:
 
 
 def filled(*names: str) -> Callable[[], Files]:
-    """Return a function that returns two images in each of the folders, which are below `in`. A
-    name with a dot is a file without content, and a name that ends in a slash an empty folder."""
+    """Return a function that returns two images in each of the given folders below `in`. A name
+    that contains a dot stands for an empty file, and a name that ends in a slash stands for an
+    empty folder."""
     empty = {f"in/{name}": b"" for name in names if "." in name or name.endswith("/")}
     images = {
         f"in/{name}/{number}.jpg": image_bytes(number)
@@ -140,7 +142,8 @@ TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 
 
 def inner(*members: tuple[str, bytes]) -> Callable[[], Files]:
-    """Return ImageNet with a training tar that has one class with these members."""
+    """Return a function that returns the ImageNet files with another training tar, which contains
+    one class with the given members."""
     return inner_tar(tar_of(members))
 
 
@@ -149,7 +152,7 @@ def inner_tar(content: bytes) -> Callable[[], Files]:
 
 
 def table(change: Callable[[str], str]) -> Callable[[], Files]:
-    """Return Kaggle's tree with another table of classes."""
+    """Return a function that returns Kaggle's folder tree with a changed table of classes."""
     return changed(
         "ImageNet, kaggle_tree",
         edit("LOC_val_solution.csv", lambda data: change(data.decode()).encode()),
@@ -161,20 +164,22 @@ def kit(change: Callable[[Files], Files]) -> Callable[[], Files]:
 
 
 def archives_of(made: Fake) -> Callable[[], Files]:
-    """Return ImageNet with the training tar of another one."""
+    """Return a function that returns the ImageNet files with the training tar of `made`."""
     whole = ((f"{wnid}.tar", tar_of(images.items())) for wnid, images in made.train.items())
     return official(edit(TRAIN_TAR, lambda _: tar_of(whole)))
 
 
 def other_labels() -> Files:
-    """Return Kaggle's tree beside a development kit with the labels in reverse order."""
+    """Return Kaggle's folder tree and a development kit that contains the labels in reverse
+    order."""
     wnids = dict(zip(fake().val_wnids, reversed(fake().val_wnids.values()), strict=True))
     wrong = replace(fake(), val_wnids=wnids)
     return below("in/", kaggle_files(fake())) | {f"in/{KIT}": tgz_of(devkit_files(wrong))}
 
 
 def folders_by_the_ids_of_the_kit() -> Files:
-    """Return a tree whose val folders were chosen as if the ids in the kit were labels."""
+    """Return a folder tree in which the val folders were chosen as if the development kit's ids
+    were labels."""
     made = fake()
     moved = {
         f"in/val/{made.wnids[made.ids[wnid] - 1]}/{name}": made.val[name]
@@ -200,14 +205,15 @@ def encrypted() -> Files:
 
 
 def with_stated_size(data: bytes, name: str, size: int) -> bytes:
-    """Change a member's size in the central directory of a zip."""
+    """Return the zip in `data` with a changed size of one member in its central directory."""
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
     return data[: at + 24] + struct.pack("<I", size) + data[at + 28 :]
 
 
 def bomb(size: int, content: bytes | None = None) -> Files:
-    """Return a zip whose first image states another size."""
+    """Return a zip that declares `size` as the size of its first image, whatever the real size
+    is."""
     files = torchvision_files(fake())
     first = next(iter(files))
     files |= {first: files[first] if content is None else content}
@@ -534,11 +540,12 @@ for row, served, flags in (
     scenario(f"`--download` of an archive: {row}")(act)
 
 
-# ---- faults that are no rows ---------------------------------------------------------------------
+# ---- faults without a row in rows.yaml -----------------------------------------------------------
 
 
 def cifar_with(name: str, change: Callable[[bytes], bytes], packed: bool) -> Callable[[], Files]:
-    """Return the files of CIFAR-10, or an archive of them, after a change of one file."""
+    """Return a function that returns the CIFAR-10 files, or an archive of these files, with one
+    file changed."""
     files = changed("CIFAR-10", edit(name, change))
     if not packed:
         return files
@@ -546,13 +553,14 @@ def cifar_with(name: str, change: Callable[[bytes], bytes], packed: bool) -> Cal
 
 
 def mnist_with(name: str, content: bytes, packed: bool) -> Callable[[], Files]:
-    """Return the files of MNIST, of which one has this content."""
+    """Return a function that returns the MNIST files, in which one file has the given content."""
     files = changed("MNIST", edit(name, lambda _: content))
     return lambda: gzipped(files()) if packed else files()
 
 
 def parquets(*flags: str, **splits: list[dict[str, Any]]) -> Callable[[str], Wrong]:
-    """Return a function that maps an error message to a fault with these parquet files."""
+    """Return a function that takes an error message and returns a fault with the given Parquet
+    files."""
     return lambda message: parquet(
         lambda: {f"in/{split}.parquet": parquet_of(listed) for split, listed in splits.items()},
         message,
@@ -561,12 +569,12 @@ def parquets(*flags: str, **splits: list[dict[str, Any]]) -> Callable[[str], Wro
 
 
 def lacking(column: str, **more: Any) -> list[dict[str, Any]]:
-    """Return rows without a column, or with other columns as well."""
+    """Return table rows without the given column, but with the additional columns in `more`."""
     return [{key: row[key] for key in row if key != column} | more for row in rows(6)]
 
 
 def named_rows(*names: str, labels: Sequence[int] = (0, 1, 0, 1)) -> bytes:
-    """Return a parquet file that records the names of its classes."""
+    """Return a Parquet file that contains the given class names."""
     import datasets
 
     kind = datasets.ClassLabel(names=list(names))
@@ -579,7 +587,7 @@ def named_rows(*names: str, labels: Sequence[int] = (0, 1, 0, 1)) -> bytes:
 
 
 def invalid_label() -> Files:
-    """Return a file with names of three classes and the label 9."""
+    """Return a Parquet file with three class names in which one label is 9."""
     return {"in.parquet": named_rows("cat", "dog", "owl", labels=(0, 1, 2, 0, 1, 9))}
 
 
@@ -867,7 +875,8 @@ WHOLE = (
     "a parquet row without label",
     "one parquet file less",
 )
-"""The faults that --partial would accept or print differently, or that leave copied images."""
+"""The faults that are tested with --dry-run. With --partial, the command would accept the fault,
+print a different error, or leave copied images behind."""
 OF_IMAGENET = {
     name: imagenet(files, message, at=at, flags=("--dry-run",) if name in WHOLE else ("--partial",))
     for name, files, message, at in (
@@ -1049,4 +1058,4 @@ WRONG = {
     )
     for name, fault in faults.items()
 }
-"""Maps a name to each fault that is no row."""
+"""Maps names to the faults that have no row in rows.yaml."""

@@ -62,12 +62,12 @@ class WebServer(LocalServer):
     503 and with a truncated body. Each response is delayed by `delay_s` seconds. `retry_after` is
     sent with every error status. The server sends status 503 until `time.monotonic` reaches
     `away_until_s`. The first `wrong_ranges` responses contain a range that was not requested. With
-    `endless`, responses never end. `drip` is (bytes, seconds), and the server pauses after this
-    many bytes. `tags` are ETags that are sent in rotation, as a group of mirrors would send them.
-    `login` ("user:password"), `header` (name, value) and `signature` (a query) are required
-    credentials. A request without them fails with status 401, or with 403 if the signature is
-    missing. `redirects` maps paths to addresses. `requests` lists (method, path, Range or None) for
-    each request, and `headers` lists the headers of each request.
+    `endless`, responses never end. `drip` is (bytes, seconds), and the server pauses for this many
+    seconds whenever it has sent this many bytes. `tags` are ETags that are sent in rotation, as a
+    group of mirrors would send them. `login` ("user:password"), `header` (name, value) and
+    `signature` (a query) are required credentials. A request without them fails with status 401, or
+    with 403 if the signature is missing. `redirects` maps paths to addresses. `requests` lists
+    (method, path, Range or None) for each request, and `headers` lists the headers of each request.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -253,7 +253,8 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        """Create a repository, say how to send files, and commit them, as the Hub's API does."""
+        """Handle the requests of the Hub's API that create a repository, ask how to upload files,
+        or commit files."""
         path = unquote(urlparse(self.path).path)
         self.hub.requests.append(path)
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -283,7 +284,7 @@ class _HubHandler(BaseHTTPRequestHandler):
             self._commit(name, lines)
 
     def do_PUT(self) -> None:
-        """Store a large file at the address that `_place_of` gave."""
+        """Store a large file at the address that `_place_of` returned."""
         digest = self.path.rpartition("/")[2]
         content = self.rfile.read(int(self.headers["Content-Length"]))
         assert hashlib.sha256(content).hexdigest() == digest

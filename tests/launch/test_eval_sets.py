@@ -221,7 +221,8 @@ def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):
 
 
 def test_numbers_are_names_if_the_model_has_one_of_them(shards, tmp_path):
-    """Class 5 of a model of the classes 1 to 12 is output 4, also if the set has a class 0."""
+    """If a model has the classes 1 to 12, its output 4 is class 5, even if the set has a class
+    0."""
     names = [str(number) for number in range(1, 13)]
     root = renamed(shards, tmp_path / "n", ["0", "5", "7"])
     with pytest.raises(ValueError, match=r"eval\.sets\.n: the model lacks 1 of the 3 .* \(0\)"):

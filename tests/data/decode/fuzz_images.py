@@ -503,7 +503,7 @@ def _lie(data: bytearray, rng: random.Random) -> None:
 
 
 def numbers_for(seconds: float) -> Iterator[int]:
-    """Count from 0 until the time is up."""
+    """Yield numbers from 0 until the time limit is reached."""
     end_s = time.monotonic() + seconds
     return itertools.takewhile(lambda _: time.monotonic() < end_s, itertools.count())
 

@@ -121,7 +121,7 @@ def test_retries_wait_for_as_long_as_the_server_asks(date, web, version):
     due_s = time.time() + 2
     web.retry_after = formatdate(due_s, usegmt=True) if date else "2"
     assert WebFolder(f"{web.url}/set", PATIENT).read("a.tar", 0, 100, version) == DATA[:100]
-    # A date has whole seconds.
+    # An HTTP date has a resolution of one second.
     assert time.time() >= (int(due_s) if date else due_s)
     assert len(ranges(web)) == 2
 

@@ -40,7 +40,7 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
 
-# ---- equal samples -------------------------------------------------------------------------------
+# ---- the same samples as in a folder -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["http", "s3", "memory", "file"])
@@ -185,12 +185,12 @@ def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
     def interrupt() -> None:
         while len(web.requests) < 2 * remote.NUM_CONNECTIONS:
             time.sleep(0.01)
-        # Send the signal to this thread, as the system may. It then does not wake the main thread,
-        # which waits for a lock.
+        # Send the signal to this thread, as the operating system may do. The signal then does not
+        # wake the main thread, which waits for a lock.
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     began_s = time.monotonic()
-    # A shell's `&` makes a command ignore Ctrl-C, and pytest inherits this.
+    # A shell's `&` makes a command ignore Ctrl-C, and pytest inherits this setting.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):

@@ -299,7 +299,7 @@ def test_samples_in_neither_shard_nor_quarantine_are_reported(root, capsys):
         root / "_info.json",
     ):
         path.rename(path.with_name(f"{path.name}.before"))
-    # All files agree again, but three samples are missing.
+    # All files are consistent with each other again, but three samples are missing.
     assert index.main([str(root), "--workers", "1"]) == 0
     before = json.loads((root / "_info.json.before").read_text())
     edit_json(

@@ -1,5 +1,5 @@
-"""Test that archives are listed as by tarfile and zipfile, and that truncated, corrupt or hostile
-archives raise a clear error."""
+"""Test that archives are listed as tarfile and zipfile list them, and that truncated, corrupt or
+hostile archives raise a clear error."""
 
 import io
 import os
@@ -86,7 +86,7 @@ def test_old_tars_without_types_are_listed(tmp_path):
     path = make_tar(tmp_path / "old.tar", ["a.jpg", "folder/", "b.jpg"])
     data = bytearray(path.read_bytes())
     for offset in header_offsets(path):
-        data[offset + 156] = 0  # as in the tar of 1979, where only a slash marked a folder
+        data[offset + 156] = 0  # as in the tar format of 1979, where only a slash marked a folder
         data[offset + 148 : offset + 156] = b" " * 8
         data[offset + 148 : offset + 155] = b"%6o\0" % sum(data[offset : offset + 512])
         if data[offset : offset + 6] == b"folder":

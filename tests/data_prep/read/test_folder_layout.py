@@ -24,21 +24,22 @@ from data_prep.read.split_names import split_of
 
 FORMS = {"zip": zip_of, "tar": lambda files: tar_of(files.items()), "tar.gz": tgz_of}
 PER_FOLDER = 12
-"""The number of images in each folder: with a tenth held out, one becomes val."""
+"""The number of images in each folder. If a tenth is held out, one image of each folder becomes
+part of val."""
 
 
 class Case(NamedTuple):
     folders: str
-    """The folders that contain images, where + is a blank. In `a/b=c`, the images have the color of
-    class c."""
+    """The folders that contain images, separated by spaces. A + stands for a space in a name. In
+    `a/b=c`, the images have the color of class c."""
     splits: dict[str, str] | None = None
-    """Maps each split to its folders. Without "val", a tenth of train is val."""
+    """Maps each split to its folders. If "val" is missing, a tenth of train becomes val."""
     error: str = ""
     note: str = ""
-    """A pattern of the printed lines."""
+    """A regular expression that must match a part of the output."""
     flags: dict[str, object] = {}  # noqa: RUF012  (never changed)
     others: str = ""
-    """Files that are no images."""
+    """The paths of files that are not images, separated by spaces."""
 
 
 def splits(**folders: str) -> dict[str, str]:
@@ -46,7 +47,7 @@ def splits(**folders: str) -> dict[str, str]:
 
 
 def pairs(train: str, val: str, test: str = "") -> Case:
-    """Return a case with the classes cat and dog in two or three folders."""
+    """Return a case with the classes cat and dog in two or three split folders."""
     expected = {"train": train, "val": val, "test": test}
     expected = {split: f"{at}/cat {at}/dog" for split, at in expected.items() if at}
     return Case(" ".join(expected.values()), expected)
@@ -54,7 +55,7 @@ def pairs(train: str, val: str, test: str = "") -> Case:
 
 TWO = "two readings are possible"
 CASES = {
-    # ---- names of splits
+    # ---- split names
     "usual": pairs("train", "val"),
     "validation": pairs("train", "validation"),
     "lone test": pairs("train", "test")._replace(note=r"splits: train, val \(test/\); 2 classes"),
@@ -100,7 +101,7 @@ CASES = {
         others="labels/cat.txt train.csv README.md", note=""
     ),
     "deep": Case("cat/young cat/old/a dog", splits(train="cat/young=cat cat/old/a=cat dog")),
-    # ---- classes with names of splits
+    # ---- classes that are named like splits
     "a class train": Case("bus car train", splits(train="bus car train")),
     "control and test": Case("control test", splits(train="control test")),
     "test and train": Case("bus test train", splits(train="bus test train")),
@@ -125,7 +126,7 @@ CASES = {
     "splits as classes": Case(
         "test train", splits(train="test train"), flags={"layout": "classes"}
     ),
-    # ---- two readings
+    # ---- folders that could be splits or classes
     "a class train with folders": Case("bus car train/steam train/diesel", error=TWO),
     "extra": Case("train/cat train/dog test/cat test/dog extra/cat", error=TWO),
     "asked for splits": Case(
@@ -221,13 +222,14 @@ CASES = {
 
 
 def color_of(name: str) -> tuple[int, int, int]:
-    """Return a color that survives JPEG compression and differs between the names in CASES."""
+    """Return a color for a class name. The colors of the names in CASES differ, even after JPEG
+    compression."""
     number = sum((place + 1) * ord(letter) for place, letter in enumerate(name)) % 343
     return number // 49 * 40, number // 7 % 7 * 40, number % 7 * 40
 
 
 def folders_of(text: str) -> dict[str, str]:
-    """Map each folder to the class of its images."""
+    """Return a dict that maps each folder in `text` to the class of its images."""
     found = {}
     for word in text.split(" "):
         folder, _, name = word.replace("+", " ").partition("=")
@@ -258,9 +260,9 @@ def write(files: dict[str, bytes], form: str, at: Path) -> Path:
 class Found(NamedTuple):
     class_names: list[str]
     keys: dict[str, dict[str, int]]
-    """Maps splits to labels by key."""
+    """Maps each split to a dict from keys to labels."""
     images: dict[str, Counter[tuple[str, bytes]]]
-    """Maps splits to the number of images with each label's class name and color."""
+    """Maps each split to the number of images for each pair of class name and color."""
 
 
 def read(source: Path, at: Path, **flags: object) -> Found:

@@ -1,4 +1,4 @@
-"""Test the report about shards from other tools, and their class names."""
+"""Test the report about shards from other tools, and the class names of such shards."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ FORMS = {
 
 
 def made(form: str, numbers: list[int], seed: int = 0) -> list[tuple[str, dict[str, bytes]]]:
-    """Return samples in a format, with members in random order. Keys include folders whose names
-    contain dots."""
+    """Return samples in the given format, with members in random order. Keys include folders whose
+    names contain dots."""
     dice = random.Random(seed)
     samples = []
     for n in numbers:

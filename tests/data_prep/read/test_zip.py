@@ -59,8 +59,8 @@ def test_zip_is_listed_as_by_zipfile(tmp_path, compression, num):
 
 
 def test_backslashes_separate_folders_where_no_name_has_a_slash(tmp_path):
-    """.NET before 4.6.1 and some Windows tools write such archives, which also contain empty
-    folders."""
+    """.NET before 4.6.1 and some Windows tools write backslashes into archives. Such archives also
+    contain empty folders."""
     names = ["a\\", "a\\0.jpg", "a\\b\\1.jpg", "2.jpg"]
     for more, expected in (
         ([], ["a/0.jpg", "a/b/1.jpg", "2.jpg"]),
@@ -75,7 +75,7 @@ def test_backslashes_separate_folders_where_no_name_has_a_slash(tmp_path):
 
 
 class Pipe(io.BytesIO):
-    """An output that cannot seek, so zipfile writes sizes and CRC after the data."""
+    """An output stream that cannot seek, so zipfile writes the sizes and the CRC after the data."""
 
     def seekable(self) -> bool:
         return False

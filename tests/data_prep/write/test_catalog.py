@@ -21,7 +21,7 @@ CLASSES = ["a", "b", "c"]
 
 
 def listed(names: list[str], labels: list[int], batch: int = 7, splits=("train",)) -> Source:
-    """Return a source with one file. The bytes of sample n are [10 n, 10 n + 10)."""
+    """Return a source with one file. Sample n consists of the ten bytes at offset 10 n."""
 
     def fill(builder: Builder) -> None:
         builder.classes(CLASSES)

@@ -177,7 +177,8 @@ def test_sixteen_bits_are_scaled_not_clipped(form, change):
 
 @pytest.mark.parametrize(("largest", "num_bits"), [(4095, 12), (1000, 10), (16384, None)])
 def test_a_dark_image_is_noted_because_its_range_is_unknown(largest, num_bits):
-    """Cameras store 12 bits in 16, and nothing in the file states the largest value."""
+    """Cameras store 12-bit values in 16 bits, and the file does not declare the largest possible
+    value."""
     values = np.linspace(0, largest, 64 * 97).round().astype(np.uint16).reshape(64, 97)
     note = ""
     if num_bits:
@@ -302,7 +303,7 @@ def test_several_changes_are_all_named():
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
-    """Flip, cut, zero, insert or move bytes, like disks, networks and crashed writers."""
+    """Flip, cut, zero, insert or move bytes, as disks, networks and crashed writers do."""
     hurt = bytearray(data)
     # Choose mostly bytes of the image data.
     start = rng.randrange(len(hurt)) if rng.random() < 0.3 else rng.randrange(500, len(hurt))
@@ -393,7 +394,7 @@ def test_re_encoded_doubtful_images_are_named_too():
 
 
 def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) -> bytes:
-    """Return a valid JPEG whose header is changed to declare this size."""
+    """Return a JPEG whose header was changed to declare the given size."""
     data = bytearray(encode(picture()))
     frame = data.index(b"\xff\xc0") + 4
     data[frame : frame + 6] = struct.pack(">BHHB", precision, height, width, components)

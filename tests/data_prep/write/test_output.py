@@ -35,7 +35,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.05, 0.1))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", None)  # Drop the cached folder.
+    monkeypatch.setattr("tempfile.tempdir", None)  # Clear the cached path.
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -240,7 +240,7 @@ def test_folders_of_live_processes_and_other_hosts_stay():
     with temporary_folder():
         assert ours.exists()
         assert theirs.exists()
-    os.close(descriptor)  # as when the process exits
+    os.close(descriptor)  # as the system does when the process exits
     with temporary_folder():
         assert not ours.exists()
 

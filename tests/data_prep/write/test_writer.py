@@ -1,5 +1,5 @@
-"""Test the writer: an interrupted run must resume to the same bytes, leave no partial file and
-overwrite nothing."""
+"""Test the writer: an interrupted run must resume and write the same bytes as an uninterrupted run,
+leave no partial file and overwrite nothing."""
 
 import errno
 import fcntl

@@ -24,8 +24,8 @@ BEHIND_US = ["nice", "-n", "5"]
 
 @pytest.fixture(scope="module")
 def prepare(tmp_path_factory) -> list[str]:
-    """Return a command, without --out, that writes 120 and 30 images into 12 and 3 shards. Each
-    image takes some milliseconds."""
+    """Return a command, without --out, that writes 120 training images to 12 shards and 30
+    validation images to 3 shards. Each image takes some milliseconds."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 12), ("val", 3)):
         for label in range(10):

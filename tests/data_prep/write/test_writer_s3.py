@@ -1,4 +1,5 @@
-"""Test the writer on a real S3 server: kills during uploads, and the same bytes as in a folder."""
+"""Test the writer on a real S3 server. The stored bytes must equal those in a folder, even after
+kills during uploads."""
 
 import os
 import random
@@ -22,7 +23,8 @@ OPTIONS = ["--num-shards", "6", "--resize-short-side", "300", "--workers", "2"]
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Write 60 and 20 images of ten classes. Each image takes some milliseconds to prepare."""
+    """Write 60 training images and 20 validation images of ten classes. Each image takes some
+    milliseconds to prepare."""
     folder = tmp_path_factory.mktemp("large") / "images"
     for split, each in (("train", 6), ("val", 2)):
         for number in range(10 * each):
@@ -59,7 +61,8 @@ def local(images, tmp_path_factory) -> dict[str, str]:
 
 
 def found(s3: S3Server, bucket: str) -> dict[str, str]:
-    """Return the objects in the store, by the names that they have in `local`."""
+    """Return the digests of the bucket's objects by name. The names are relative to the root
+    folder, as in `local`."""
     objects = s3.objects(bucket).items()
     return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
