@@ -198,7 +198,7 @@ def _check_train(
 def _fill_unlabeled(
     layout: Layout, fractions: Mapping[str, float], max_unreadable: float, builder: Builder
 ) -> None:
-    """Add all images of the folders without labels."""
+    """Add all images in the folders, without labels."""
     ignored = Ignored()
     for split, tree in layout.trees.items():
         shares = fractions if split == "train" else {split: 1.0}

@@ -278,7 +278,8 @@ def _refuse_invalid(
 
 
 def _print_use(output: Output, splits: list[str], num_classes: int, is_ours: bool) -> None:
-    """Print how to train on the data set, or classify its images, and how to check it."""
+    """Print the commands to check the data set and to train on it or, without labels, to classify
+    its images."""
     use = (
         f"train on it with {_settings(output, splits)}"
         if num_classes

@@ -58,8 +58,8 @@ UNEVEN = 1.5
 
 @contextmanager
 def collect_garbage_at_log_lines() -> Iterator[None]:
-    """Turn off Python's automatic garbage collection. Instead, `Monitor` collects garbage at each
-    line of metrics.
+    """Turn off Python's automatic garbage collection. Instead, `Monitor` collects garbage each time
+    it writes a line of metrics.
 
     A full collection of torch's objects takes 0.7 s. If one of 512 ranks collects garbage during a
     step, all ranks wait.

@@ -76,7 +76,8 @@ def download_wheels(folder: Path, python: str) -> None:
 
 
 def run(line: list[str], failure: str) -> None:
-    """Run a command, which prints why it fails. Raises ValueError with `failure` if it does."""
+    """Run a command that prints its own error messages. Raises ValueError with `failure` if the
+    command fails."""
     status = subprocess.run(line).returncode
     if status:
         raise ValueError(f"{failure}: {line[2]} ended with status {status}, see above")

@@ -288,7 +288,7 @@ def _columns_in_header(
         place: The path of the list for messages.
         file: The column that names the images.
         label_column: The name of the column of labels, if the user gave it.
-        in_folders: Whether the folders of the images may be the classes.
+        in_folders: Whether the images' folder names may serve as classes.
     """
     header = rows[0]
     others = [column for column in range(len(header)) if column != file]

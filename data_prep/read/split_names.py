@@ -19,9 +19,9 @@ _WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_WORDS)})(?=$|{_FILLER})")
 UNLABELED = re.compile(
     r"(?<![^\W\d_])(pred|prediction|unlabell?ed|no.?label|unknown)s?(?![^\W\d_])", re.IGNORECASE
 )
-"""Matches names of folders which mean that the images have no labels."""
+"""Matches folder names that indicate unlabeled images."""
 OF_IMAGES = re.compile(r"images?|imgs?|photos?|pictures?|data", re.IGNORECASE)
-"""Matches names of folders that say nothing about the images."""
+"""Matches folder names that say nothing about the images."""
 
 
 def split_of(name: str) -> str | None:

@@ -51,7 +51,8 @@ class Batch:
     """(B,) int64."""
     weights: Tensor
     """(B,) float32: 0 for a row that the loss and metrics must ignore, otherwise 1. If samples are
-    excluded from the global batch, the other weights are larger, so that their sum is equal."""
+    excluded from the global batch, the other weights are scaled up so that the sum stays the
+    same."""
     table: Tensor
     """(B, K) float32: parameters for `vit.data.augment.apply.Augment`; K = 0 in evaluation."""
     ids: Tensor
@@ -369,7 +370,7 @@ class TrainBatches(FromShards, AugmentedBatches):
         return self.make_rows(position, first_row, rows, samples)
 
     def _used_weight(self, position: int) -> float:
-        """Return the weight with which the rows that are used have the mean of the whole batch.
+        """Return the weight that gives all used rows together the weight of the whole batch.
 
         The step divides the sum of the losses by the number of all rows.
         """

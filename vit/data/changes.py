@@ -1,8 +1,8 @@
 """Samples that keep their place in all batches, but are not trained on or have another label.
 
-`data.exclude` and `data.relabel` change only the named samples: every other row of every batch,
-with its crop and its random numbers, is equal to that of a run without these settings. So two runs
-differ in nothing else.
+`data.exclude` and `data.relabel` change only the named samples. Every other row of every batch,
+including its crop and its random numbers, is the same as in a run without these settings. Two such
+runs therefore differ in nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Changes:
         return np.where(self.numbers[places] == ids, self.labels[places], labels)
 
     def identity(self) -> str:
-        """Return a fingerprint of at least one change."""
+        """Return a fingerprint of the changes, of which there must be at least one."""
         content = np.stack([self.numbers, self.labels]).astype("<i8").tobytes()
         return f"{len(self.numbers):,} changed ({hashlib.sha256(content).hexdigest()[:16]})"
 

@@ -186,7 +186,7 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
 
 
 def _read_labels(path: Path, split: Split) -> list[list[int]]:
-    """Return the correct classes of each image of `split`, in its order. Raises ValueError."""
+    """Return the correct classes of each image, in the order of `split`. Raises ValueError."""
     # The caller prepends `eval.sets.NAME` to this text.
     setting = f".labels={path}"
     try:

@@ -1,8 +1,8 @@
 """Open the data that a config specifies, on all ranks.
 
-`open_split` opens one split of shards. `IndexedShards` selects training samples, also of several
-sources; `vit.extras.stream` replaces it for streams. `vit.data.storage.opening.open_split` opens a
-split without a config.
+`open_split` opens one split of shards. `IndexedShards` selects training samples from one or several
+sources. For streams, `vit.extras.stream` takes its place. `vit.data.storage.opening.open_split`
+opens a split without a config.
 """
 
 from typing import Any, Protocol

@@ -158,8 +158,8 @@ class Share:
         """Map positions `inside` of pass `number` to range(num_samples), permuting full blocks.
 
         Blocks start at multiples of `block` in the sequence of all passes. The short block fills
-        the positions before the first start and after the last full block. If it is too small, a
-        full block is split in two to fill the rest.
+        the positions before the first start and after the last full block. If the short block is
+        too small, a full block is split in two to fill the remaining positions.
         """
         num_full, short = divmod(self.num_samples, block)
         # A pass rarely starts at a block border of the draws, because passes follow each other

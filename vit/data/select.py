@@ -1,6 +1,6 @@
 """Select the training samples of a split with exclusion lists and a random subset.
 
-The index is read in chunks of rows. Excluded samples are removed if they are many, and otherwise
+The index is read in chunks of rows. If many samples are excluded, they are removed. Otherwise, they
 keep their places (`vit.data.changes`). A subset consists of the samples with the smallest hash of
 (subset seed, sample number), among all samples or per class. A larger subset therefore contains
 every smaller one. Sample numbers are sorted, so that neighbors in the shards stay neighbors.
@@ -32,10 +32,11 @@ from vit.system.spelling import few
 CHUNK_ROWS = 1 << 20
 """The number of index rows that are in memory at the same time."""
 HOLES_AT_MOST = 0.05
-"""The largest fraction of excluded samples that keep their places. Each of them wastes the
-computation of a row, so more samples are removed, which changes all batches."""
+"""The largest fraction of samples that can be excluded and keep their places. Each such sample
+wastes the computation of a row. If the fraction is larger, the excluded samples are removed, which
+changes all batches."""
 QUARANTINE = ".jsonl"
-"""The suffix of data_prep's list of skipped samples, which the split may lack."""
+"""The suffix of data_prep's list of skipped samples. The split may lack these samples."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Chosen:
 
     @property
     def used(self) -> NDArray[np.integer] | None:
-        """The numbers of the samples that are trained on; None if all of them are."""
+        """The numbers of the samples that are trained on; None if all samples are."""
         holes = self.changes.holes
         if not len(holes):
             return self.numbers
@@ -150,7 +151,8 @@ def _find(
 ) -> tuple[dict[str, list[int]], str]:
     """Return the sample numbers of `keys`, and a note about keys that do not exist.
 
-    Raises ShardError if none exists, because the list was then made for another data set.
+    Raises ShardError if none of the keys exists, because the list was then made for another data
+    set.
     """
     numbers = _numbers_of_keys(split, keys) if keys else {}
     missing = [key for key in keys if key not in numbers]
@@ -180,7 +182,7 @@ def count_labels(
 def _subset(
     numbers: NDArray[np.integer], labels: NDArray[np.integer], selection: Selection
 ) -> NDArray[np.integer]:
-    """Return the samples of `numbers` that belong to the fraction or number per class, in order."""
+    """Return the samples of `numbers` that are in the random subset, in ascending order."""
     keys = fold_numbers(partial(fold, selection.subset_seed), numbers)
     if selection.fraction is not None and selection.fraction_of == "all":
         return numbers[are_ranked(keys, 0, max(round(selection.fraction * len(numbers)), 1))]

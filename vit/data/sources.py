@@ -1,9 +1,10 @@
 """Join several splits into one training split, each with its own number of draws per epoch.
 
 Samples are numbered source by source, so a number identifies both a source and a sample in it.
-Labels are numbered as in the evaluation split. If a source has different class names or another
-order, its labels are mapped by name. If the source or the evaluation split has no names, labels are
-used unchanged and a note is logged. In that case, all sources with names must have the same names.
+Labels are numbered as in the evaluation split. If a source's class names differ from those of the
+evaluation split, or are in another order, its labels are mapped by name. If the source or the
+evaluation split has no names, labels are used unchanged and a note is logged. In that case, all
+sources with names must have the same names.
 """
 
 from __future__ import annotations

@@ -307,8 +307,8 @@ def evaluate_model(
 
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
-    """Write `predictions.npz`: predictions and labels, (num_images,) int64, the probabilities of
-    the predictions, (num_images,) float32, and `step`.
+    """Write predictions, labels, probabilities and `step` to `predictions.npz`. Predictions and
+    labels are (num_images,) int64. The probabilities of the predictions are (num_images,) float32.
 
     Raises ValueError if the file cannot be written. The previous file is then unchanged.
     """

@@ -46,7 +46,7 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
 
 
 def _other_names(names: Sequence[str], model_names: Sequence[str], counts: str) -> str:
-    """Describe how the class names of data and model differ, or return "".
+    """Describe how the data's and the model's class names differ, or return "".
 
     counts: the different numbers of classes, or "".
     """
@@ -75,7 +75,7 @@ def _other_names(names: Sequence[str], model_names: Sequence[str], counts: str) 
 
 
 def _other_numbers(loaded: LoadedWeights, names: Sequence[str]) -> str:
-    """Return a warning if published weights have the classes `names` at other labels, or ""."""
+    """Return a warning if published weights assign other labels to the classes `names`, or ""."""
     with suppress(WeightsError):  # timm, which has the names, is not installed
         for naming in namings_of(loaded, loaded.num_classes or 0).values():
             if {*names} <= {*naming} and naming[: len(names)] != list(names):

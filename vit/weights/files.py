@@ -53,12 +53,12 @@ def load_weights(
 ) -> list[str]:
     """Copy weights into a model that is not wrapped or compiled yet.
 
-    Positions are resampled to the model's grid, and patches to the model's size; the filters of the
-    colors are added for gray images (vit/weights/patches.py). If only the model has positions for
-    prefix tokens (the source is DeiT III), they are zero. If only the source has them (the model
-    has `no_embed_class`), they are added to the tokens. Neither change of positions changes the
-    output of the network. DeiT III's LayerScale names are converted to timm's. Values are cast to
-    the model's dtype, and `state_dict` is not changed.
+    Positions are resampled to the model's grid, and patches to the model's patch size. For gray
+    images, the filters of the color channels are summed (vit/weights/patches.py). If only the model
+    has positions for prefix tokens (the source is DeiT III), these positions are zero. If only the
+    source has such positions (the model has `no_embed_class`), they are added to the tokens.
+    Neither change of positions affects the network's output. DeiT III's LayerScale names are
+    converted to timm's. Values are cast to the model's dtype, and `state_dict` is not changed.
 
     Args:
         grid: (h, w) of the source's positions; None: a square.
@@ -220,7 +220,7 @@ class LoadedWeights:
     arch: str = ""
     """The model name that another program stored with its weights, or ""."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The options of its command line that another program stored with its weights."""
+    """The command-line options that another program stored with its weights."""
 
     notes: tuple[str, ...] = ()
     """One sentence for each choice or omission made during reading."""
@@ -228,7 +228,8 @@ class LoadedWeights:
     """The repository, commit and license of weights from the hub (vit/weights/hub.py)."""
 
     def which(self) -> str:
-        """Return "step 1,200, averaged weights", or "" for another program's weights."""
+        """Return a description such as "step 1,200, averaged weights", or "" for another program's
+        weights."""
         kind = "averaged weights" if self.averaged else "weights not averaged"
         return "" if self.step is None else f"step {self.step:,}, {kind}"
 
@@ -252,7 +253,7 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     a run, the weights of the latest step are chosen: the file of last weights (averaged, if the run
     has an average) or the newest checkpoint. Raises WeightsError.
     """
-    # Few weights are at a URL.
+    # Import this only here, because few weights are at a URL.
     from vit.run_folder.reading import local_copy
 
     with readable(path):
@@ -260,7 +261,7 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
 
 
 def _find(path: Path) -> Path:
-    """Return the weights to read for a local path. For a run, these are the latest."""
+    """Return the weights to read for a local path. For a run, these are the latest weights."""
     if not path.is_dir() or (path / INFO_FILE).is_file():
         return path
 
@@ -315,8 +316,8 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
     A name on the Hugging Face hub is fetched first, unless a local path has this name
     (vit/weights/hub.py).
 
-    Raises WeightsError, which states the expected content, for any other file and for weights that
-    are not finite.
+    Raises WeightsError for any other file, and for weights that are not finite. The error states
+    the expected content.
     """
     if not is_hub_name(path):
         return _read_path(path)
@@ -334,8 +335,9 @@ def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
             loaded = _read(weights_path)
             _check_finite(loaded)
             return loaded
-        except (WeightsError, OSError, RuntimeError):  # safetensors raises it if the file is gone
-            # A running job may have replaced its newest checkpoint. If so, read the new checkpoint.
+        except (WeightsError, OSError, RuntimeError):
+            # safetensors raises RuntimeError if the file is gone. A running job may have replaced
+            # its newest checkpoint. If so, read the new checkpoint.
             if find_weights(path) == weights_path:
                 raise
 
@@ -400,7 +402,7 @@ def _stated_grid(
 ) -> tuple[int, int] | None:
     """Return the position grid stated in `config` or `options`; None if neither states one.
 
-    Without it, 49 positions could mean 7x7 patches, or 6x8 patches and a class token.
+    Without a stated grid, 49 positions could mean 7x7 patches, or 6x8 patches and a class token.
 
     Args:
         config: timm's or transformers' config.json.
@@ -456,7 +458,7 @@ def _with_facts(
 
 
 def _from_checkpoint(folder: Path) -> LoadedWeights:
-    """Read the weights of a checkpoint folder: their average if it has one."""
+    """Read a checkpoint folder's averaged weights if it has any, and otherwise its weights."""
     try:
         info = checked_info(folder)
         facts = info["facts"]

@@ -115,7 +115,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     notes: list[str] = []
     tensors = renamed(_unpack(opened, path, notes), _without_wrappers, path)
 
-    # It is not a weight. A class around the average prefixes this name as well.
+    # `n_averaged` is not a weight. A class around the average adds a prefix to this name as well.
     for name in [name for name in tensors if name.rpartition(".")[2] == "n_averaged"]:
         num_averaged = int(tensors.pop(name))
         notes.append(
@@ -167,7 +167,7 @@ def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
 
 
 def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata, and check the hash of the file if it has one."""
+    """Return the tensors and the metadata, and check the file's hash if the file contains one."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -275,7 +275,7 @@ def _open_torch(path: Path, mapped: bool, protocol: int = 2) -> Any:
                 " torch.save or as safetensors"
             ) from error
 
-        # Keep only the first sentence of torch's message, because the rest is for developers.
+        # Keep only the first sentence of torch's message, because the others are for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
         if isinstance(error, pickle.UnpicklingError):
             reason = "not a pickle"  # torch's message recommends an unsafe option.
@@ -361,7 +361,8 @@ def _without_wrappers(name: str) -> str:
 def renamed(
     content: Mapping[str, Tensor], rename: Callable[[str], str], path: Path
 ) -> dict[str, Tensor]:
-    """Return `content` with names without prefixes. Raises WeightsError if names become equal."""
+    """Return `content` without the prefixes of its names. Raises WeightsError if two names become
+    equal."""
     weights = {rename(name): tensor for name, tensor in content.items()}
     if len(weights) < len(content):
         raise WeightsError(

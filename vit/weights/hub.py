@@ -85,7 +85,7 @@ def fetch(name: str) -> HubCopy:
 
 
 def _download(name: str, repository: str, revision: str | None) -> Path:
-    """Return the folder of a repository in the hub's cache, after fetching what it lacks.
+    """Return a repository's folder in the hub's cache, after downloading missing files.
 
     name: the name that the user gave, for messages. Raises WeightsError.
     """

@@ -18,8 +18,8 @@ program.
     dino, dinov2   facebookresearch/dino:vision_transformer.py,
                    facebookresearch/dinov2:dinov2/models/vision_transformer.py
 
-Programs that put a network into a class of their own prefix its names (`model.`, `net.backbone.`).
-`without_prefix` removes what precedes the name of the patch embedding.
+Programs that wrap a network in a class of their own add a prefix to its names (`model.`,
+`net.backbone.`). `without_prefix` removes what precedes the name of the patch embedding.
 """
 
 import re
@@ -319,10 +319,10 @@ def layout_of(names: Iterable[str]) -> WeightsLayout | None:
 def without_prefix(
     tensors: Mapping[str, Tensor], path: Path
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights of one network without the prefix of its names, and a note about it.
+    """Return one network's weights without the prefix of their names, and a note about the prefix.
 
-    Among several networks, an average is preferred, as in timm. Raises WeightsError if no network,
-    or several, is an average.
+    Among several networks, an average is preferred, as in timm. Raises WeightsError if none or
+    several of them are averages.
     """
     signs = (each.sign for each in LAYOUTS.values() if each.rows)
     patches = "|".join((r"patch_embed\.proj\.weight", *signs))
@@ -350,7 +350,7 @@ def without_prefix(
     }
 
     def rename(name: str) -> str:
-        # The class around the network may have the head: net.backbone.norm.bias, net.head.bias.
+        # The class around the network may contain the head: net.backbone.norm.bias, net.head.bias.
         parts = name.split(".")
         num_common = sum(takewhile(bool, map(eq, parts, prefix.split("."))))
         return ".".join(parts[num_common:])

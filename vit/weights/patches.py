@@ -2,8 +2,8 @@
 
 1. Resample the filters so that resized patches keep their embeddings (FlexiViT, arXiv 2212.08013,
    section 3.3; timm's `resample_patch_embed`).
-2. Add the filters of the colors, so that a gray image has the embedding of the color image with
-   three equal channels (timm's `adapt_input_conv`).
+2. Sum the filters of the color channels, so that a gray image has the embedding of the color image
+   with three equal channels (timm's `adapt_input_conv`).
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """Fit the position embeddings of a weights file to a model's grid and prefix tokens.
 
-1. Decide which grid a file's positions have, and if prefix tokens have some   `readings`
-2. Add prefix tokens' positions to these tokens if the model has none, and
-   resample the positions of the patches to the model's grid                   `fit_positions`
+1. Decide which grid a file's positions have, and whether they include
+   positions of prefix tokens                                                  `readings`
+2. Add prefix tokens' positions to these tokens if the model has no positions
+   for them, and resample the patches' positions to the model's grid           `fit_positions`
 """
 
 import math

@@ -8,9 +8,9 @@
 `View` describes the evaluation preprocessing (`vit.data.decode.crops`) in the terms of other
 programs.
 
-If a field of `ModelConfig` is not listed in this module, no program except ONNX, which stores a
-graph, is assumed to support it. Models with a new feature are therefore not exported until this
-module lists the feature.
+A field of `ModelConfig` that is not listed in this module is assumed to be unsupported by all
+programs except ONNX, which stores a graph. Models with a new feature are therefore not exported
+until this module lists the feature.
 """
 
 import re
@@ -181,8 +181,8 @@ class ProgramModel:
     config: Config
     num_classes: int
     class_names: list[str]
-    """The class names; [] if unknown. If the data had fewer classes than `num_classes`, fewer
-    names."""
+    """The class names; [] if unknown. If the data had fewer classes than `num_classes`, there are
+    fewer names."""
 
     @property
     def labels(self) -> list[str]:
@@ -245,8 +245,8 @@ def _unknown_fields(model: ModelConfig) -> list[str]:
 def timm_config(subject: ProgramModel) -> dict[str, Any]:
     """Return a `config.json` that lets timm and transformers open the weights of `subject`.
 
-    timm must not be `lacking` a feature of the model. Sizes are passed as arguments, so any ViT
-    name of timm would work. The most similar name is used.
+    timm must support all features of the model (see `lacking`). Sizes are passed as arguments, so
+    any ViT name of timm would work. The most similar name is used.
     """
     view = subject.view
     name, arguments = _timm_arguments(subject)

@@ -378,7 +378,7 @@ def to_config(
     """Return a complete config (`config_io.to_dict`) for `model`'s published accuracy.
 
     The config uses fp32, because rounding to bf16 changes the predictions for a few of 50,000
-    images, and Pillow's resize, with which the published accuracies were measured.
+    images. It uses Pillow's resize, because the published accuracies were measured with it.
     """
     height, width = model.image_size
     size = height if height == width else [height, width]
@@ -466,9 +466,10 @@ def with_published_config(
 
 
 def normalization_notes(loaded: LoadedWeights, data: DataConfig, in_chans: int = 3) -> list[str]:
-    """Return a note if `loaded` was trained with another mean or std than `data` has.
+    """Return a note if `loaded` was trained with a mean or std that differs from that of `data`.
 
-    in_chans: the channels of the new model's images. A gray image has the mean over the colors.
+    in_chans: the number of channels of the new model's images. For gray images, the means over the
+        colors are compared.
     """
     try:
         trained = loaded.config or to_config(
@@ -493,7 +494,8 @@ def normalization_notes(loaded: LoadedWeights, data: DataConfig, in_chans: int =
 
 
 def _difference(theirs: list[float], ours: Sequence[float]) -> float:
-    """Return the largest difference in a channel. A single value applies to all channels."""
+    """Return the largest difference of a channel's two values. A single value applies to all
+    channels."""
     pairs = zip(theirs * len(ours), [*ours] * len(theirs), strict=True)
     return max(abs(their_value - our_value) for their_value, our_value in pairs)
 

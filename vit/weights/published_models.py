@@ -57,7 +57,7 @@ class KnownModel:
 
 
 def own_model(architecture: str) -> dict[str, Any] | None:
-    """Return a `model` section that computes the same as timm's `architecture`.
+    """Return a `model` section that computes the same function as timm's `architecture`.
 
     Returns None if this project has no such model. architecture: timm's name without a tag.
     """

@@ -140,7 +140,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
 
 
 def _with_defaults(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return `content` with the missing fields of its image processor."""
+    """Return `content`, with missing fields set to the defaults of its image processor."""
     kind = content.get("image_processor_type", content.get("feature_extractor_type", "ViT"))
     kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", kind)
     content = {**_DEFAULTS.get(kind, {"default_to_square": True}), **content}
@@ -219,8 +219,8 @@ def crop_pct_of(size: tuple[int, int], cover: tuple[int, int]) -> float:
 def network_notes(path: Path) -> list[str]:
     """Return notes on the fields of transformers' `config.json` that describe the network.
 
-    Raises WeightsError if the network computes something else, for example because its norm epsilon
-    exceeds `MAX_NORM_EPS`.
+    Raises WeightsError if the network computes a different function than this project's model, for
+    example because its norm epsilon exceeds `MAX_NORM_EPS`.
     """
     content = object_in(path)
     if content.get("model_type") not in MODEL_TYPES:

@@ -187,8 +187,9 @@ def test_bytes_equal_those_of_libjpegs_encoder(size: tuple[int, int], options: d
 
 @NEEDS_NATIVE
 def test_intervals_are_a_divisor_of_the_row():
-    """Each row must have eight intervals. If this is impossible, it must have as many intervals as
-    possible, each of at least two MCUs, or a single interval."""
+    """Each row must have at least eight intervals, but as few as possible. If eight are impossible,
+    the row must have as many intervals as possible, each of at least two MCUs. If this is also
+    impossible, the row must be a single interval."""
     for mcus_wide in range(1, 130):
         marked = with_restart_markers(simple(8 * mcus_wide, 8, "Gray")).data
         assert read_header(marked).restart_interval == interval_for(mcus_wide)

@@ -154,7 +154,7 @@ class Augment:
         Args:
             erased: The rows with a box to erase, int64.
             partner: The row that each row is mixed with, (B,) int64.
-            partner_share: The weight of that row, (B, 1) float32.
+            partner_share: The partner's weight, (B, 1) float32.
             is_cut: True for CutMix, (B,) bool.
         """
         inputs = self.normalize(images)

@@ -83,8 +83,9 @@ def _draw_boxes(
     """Draw the side lengths (B, NUM_TRIES) of random boxes; aspect = first side / second side.
 
     Args:
-        area: The range of the fraction of `whole_area`, drawn uniformly.
-        aspect: The range, drawn log-uniformly.
+        area: The range of the box's area as a fraction of `whole_area`. The fraction is drawn
+            uniformly.
+        aspect: The range of the aspect ratio, which is drawn log-uniformly.
     """
     tries = np.arange(NUM_TRIES)
     log_aspect = (math.log(aspect[0]), math.log(aspect[1]))
@@ -166,7 +167,7 @@ def _simple_crops(
         covered = np.maximum(resized, side)
         places = covered + 2 * SIMPLE_CROP_MARGIN - side + 1
         drawn = np.floor(uniform(keys, _CROP, 4, axis) * places) - SIMPLE_CROP_MARGIN
-        # The decoder crops the part inside the image. The device fills the rest.
+        # The decoder crops the part inside the image. The device fills the part outside.
         inside = np.clip(drawn, 0, covered - side)
         crop = np.clip(np.rint(np.minimum(w / width, h / height) * side), 1, stored)
         starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))

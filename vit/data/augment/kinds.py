@@ -171,8 +171,8 @@ class Round:
             if rows.start < rows.stop:
                 pixel_ops.smooth(floats[rows], rounding, base_images[rows])
 
-        # Another order of operations than that in Pillow's Blend.c would round differently. Work in
-        # place, because allocating memory costs more than the arithmetic.
+        # Any order of operations other than that in Pillow's Blend.c would round differently. Work
+        # in place, because allocating memory costs more than the arithmetic.
         floats.sub_(base_images).mul_(numbers[:, :1, None, None]).add_(base_images)
 
     @staticmethod

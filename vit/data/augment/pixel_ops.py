@@ -156,7 +156,7 @@ def mean_level(gray: Tensor) -> Tensor:
 def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
     """Apply Pillow's SMOOTH to integer levels: a 3 x 3 mean in which the center counts five times.
 
-    Writes all of `out`, which has the shape of `images`, except a border of one pixel. `rounding`:
+    Writes all of `out` except a border of one pixel. `out` has the shape of `images`. `rounding`:
     added to the weighted sum before the sum is divided by 13 and truncated.
     """
     # On a CPU, pooling takes 13 times as long as adding. On a GPU, it needs a quarter of the
@@ -172,7 +172,8 @@ def _added(images: Tensor) -> Tensor:
 
 
 def _pooled(images: Tensor) -> Tensor:
-    """Return the sums of `_added`. They are exactly equal, because the levels are integers."""
+    """Return the same sums as `_added`. The results are exactly equal, because the levels are
+    integers."""
     return F.avg_pool2d(images, 3, stride=1, divisor_override=1)
 
 
@@ -309,8 +310,8 @@ def affine_nearest(
 def shift(images: Tensor, right: Tensor, down: Tensor, *, reflect: bool) -> Tensor:
     """Shift the view by `right` and `down` pixels (B,) int64.
 
-    Outside of the image are zeros or, if `reflect`, its reflection, which does not repeat the
-    outermost pixels. Accepts images of any dtype.
+    Pixels outside the image are zero or, if `reflect` is true, show the image's reflection, which
+    does not repeat the outermost pixels. Accepts images of any dtype.
     """
     height, width = images.shape[-2:]
     row, column = (_range(side, torch.int64, images.device) for side in (height, width))

@@ -69,7 +69,8 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
     any channel order. Because the operator is private and may change in a new torch release, each
     process first compares it with the public function on a small image.
     """
-    # An image of 60 x 90 pixels is reduced and enlarged, in full and only its beginning.
+    # Reduce and enlarge an image of 60 x 90 pixels, first the entire image and then only its
+    # beginning.
     y, x = torch.arange(60)[:, None], torch.arange(90)
     planes = torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
     image = planes.to(torch.uint8).permute(1, 2, 0).contiguous().permute(2, 0, 1)

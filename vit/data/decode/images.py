@@ -1,22 +1,23 @@
 """Decode encoded images to uint8 pixels.
 
-libjpeg-turbo decodes ordinary JPEGs (8 bits, gray or color), if possible only the window. The
-decoders are tried in this order: the optional C decoder (`vit.data.decode.native`), simplejpeg on a
-smaller JPEG cut out of the bytes (`vit.data.decode.jpeg_cut`), simplejpeg on the entire image.
-Pillow decodes all other images, and JPEGs that simplejpeg rejects, but no formats that are
-programs, such as EPS. All decoders produce the same pixels.
+libjpeg-turbo decodes ordinary JPEGs (8 bits, gray or color) and, if possible, decodes only the
+requested window. The decoders are tried in this order: the optional C decoder
+(`vit.data.decode.native`), simplejpeg on a smaller JPEG cut out of the bytes
+(`vit.data.decode.jpeg_cut`), simplejpeg on the entire image. Pillow decodes all other images, and
+JPEGs that simplejpeg rejects. Files that are programs, such as EPS, are not accepted. All decoders
+produce the same pixels.
 
 Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transparency is dropped
 without blending, palettes are resolved, CMYK is interpreted like Adobe's, and color profiles are
-ignored. There are two exceptions, because clipping would ruin the image. Gray values of 12 and 16
-bits are scaled to 8 bits by the number of bits that the file states (of 16-bit colors, Pillow reads
-the upper 8). 32-bit integers and floats are rejected because their range is unknown. Only the first
-frame of an animation is used. EXIF orientation is ignored, as in all published results, except that
-Pillow rotates TIFFs.
+ignored. There are two exceptions, because clipping would ruin the image. First, 12-bit and 16-bit
+gray values are scaled down to 8 bits, according to the bit depth that the file states. (Pillow
+reads only the upper 8 bits of 16-bit colors.) Second, 32-bit integers and floats are rejected,
+because their range is unknown. Only the first frame of an animation is used. EXIF orientation is
+ignored, as in all published results, except that Pillow rotates TIFFs.
 
 The size in the header is compared with `MAX_PIXELS` before memory is allocated. Pillow's decoder
-uses 1 to 4 bytes of memory per pixel. Apart from this, only the requested pixels are allocated, so
-the largest image takes about 0.7 GB plus its window.
+uses 1 to 4 bytes of memory per pixel. Apart from this memory, only the requested pixels are
+allocated, so the largest image takes about 0.7 GB plus its window.
 """
 
 import ctypes
@@ -347,9 +348,9 @@ def decode_box(
 ) -> Pixels:
     """Decode the region `box` of an image.
 
-    Returns (H, W, channels) uint8, which equals that region of `decode`. Damage outside the box may
-    go undetected. Raises ValueError if the image cannot be decoded, has a different size, or does
-    not contain the box.
+    Returns (H, W, channels) uint8, the same pixels that `decode` returns for this region. Damage
+    outside the box may go undetected. Raises ValueError if the image cannot be decoded, has a
+    different size, or does not contain the box.
 
     Args:
         stored_size: The expected (width, height) of the image.
@@ -388,7 +389,7 @@ def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
     """Return the header of a JPEG that simplejpeg can decode, or None if Pillow must decode the
     image.
 
-    Raises ValueError for a JPEG that both would reject.
+    Raises ValueError for a JPEG that both decoders would reject.
     """
     try:
         header = read_header(data)

@@ -1,4 +1,5 @@
-"""Cut a small JPEG out of the bytes of a large one, so that a decoder skips the rest.
+"""Cut a small JPEG out of the bytes of a large one, so that a decoder skips the large JPEG's other
+pixels.
 
 A baseline JPEG is a grid of blocks (MCUs), stored line by line in one entropy-coded stream that can
 only be read from the beginning. Restart markers, which cycle from 0xFF 0xD0 to 0xFF 0xD7, divide

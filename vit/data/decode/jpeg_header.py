@@ -10,7 +10,8 @@ import struct
 from typing import NamedTuple
 
 MAX_PIXELS = 178_956_970
-"""Pillow's limit. Without it, a damaged header (65,535 x 65,535 pixels) could cost 13 GB."""
+"""The maximum number of pixels in an image, as in Pillow. Without this limit, decoding an image
+with a damaged header (65,535 x 65,535 pixels) could take 13 GB."""
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """The markers of frames, SOF0 to SOF15. The three excluded markers are Huffman tables, a reserved
 marker and arithmetic conditioning."""

@@ -26,7 +26,7 @@ MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
 LABEL_WORDS = {"cls", "label", "class", "y"}
 """Common names of members and fields that contain a label."""
 MAX_LABEL_BYTES = 64 << 10
-"""The maximum number of bytes in which to search a member for a label."""
+"""The maximum number of bytes of a member to search for a label."""
 
 KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 """webdataset's rule for suffixes (tariterators.base_plus_ext), which begin at the first dot after
@@ -50,8 +50,8 @@ class SampleLayout:
     """The members that contain the image and label of a sample. The defaults match most tools."""
 
     image: str | None = None
-    """The suffix of the image, or several joined by `;`, of which each sample has exactly one. None
-    means IMAGE_EXTENSIONS."""
+    """The suffix of the image, or several suffixes joined by `;`. Each sample has exactly one of
+    them. None means IMAGE_EXTENSIONS."""
     label: str = "cls"
     """The suffix of a text member, or `<suffix>:<field>` of a JSON member (with dots for nested
     fields), or NO_LABEL."""

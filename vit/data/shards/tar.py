@@ -171,7 +171,8 @@ def survey_tar(
     """Read the samples of a tar in order, without decoding images.
 
     Args:
-        left_out: `LeftOut.offset` of the samples to skip, as when the shard was indexed.
+        left_out: The `LeftOut.offset` of each sample that was skipped when the shard was indexed.
+            These samples are skipped again.
         with_checksums: Read entire images; otherwise only their headers.
 
     Raises ShardError if the tar is damaged or truncated, or if no sample matches `layout`. A tar

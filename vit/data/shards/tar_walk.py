@@ -259,14 +259,16 @@ def _expect_zeros(
 
 
 def _read_extension(kind: bytes, extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """Return the next member's name and size in an extension. Defaults: `name` and `size`."""
+    """Return the next member's name and size from an extension header. A value that the header
+    lacks stays `name` or `size`."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return extra.rstrip(b"\0").decode("utf-8", "surrogateescape"), size
     return _read_pax(extra, name, size) if kind == tarfile.XHDTYPE else (name, size)
 
 
 def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """Return the name and size in a pax header. Defaults: `name` and `size`."""
+    """Return the name and size from a pax header. A value that the header lacks stays `name` or
+    `size`."""
     while entry := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
         value = extra[entry.end() : int(entry[1]) - 1]
         if entry[2] == b"path":

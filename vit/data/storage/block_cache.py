@@ -230,7 +230,7 @@ class BlockCache:
         return True
 
     def _remove_oldest(self, keep_bytes: int) -> int:
-        """Remove the blocks that were not used for the longest time, until `keep_bytes` are left.
+        """Remove the least recently used blocks, until `keep_bytes` are left.
 
         Also removes abandoned parts of blocks. Returns the size of the remaining blocks.
         """

@@ -140,7 +140,7 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(exist_ok=True, mode=0o700)
         if folder.parent.stat().st_mode & stat.S_IWGRP:
-            with suppress(PermissionError):  # another user was faster
+            with suppress(PermissionError):  # another user created the folder first
                 folder.chmod(0o2770)
 
 

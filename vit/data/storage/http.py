@@ -1,10 +1,10 @@
 """Read files on the web, and resume a transfer after the connection breaks.
 
 A `WebFile` requests a range of bytes and returns them as they arrive. If the connection ends,
-stalls or takes too long, the rest is requested on a new connection, within the limits of
-`vit.system.retry`. The first response contains the file's version (size, ETag), and later responses
-must have the same version. Each response is read exactly to the last requested byte, so that the
-connection can be reused.
+stalls or takes too long, the remaining bytes are requested on a new connection, within the limits
+of `vit.system.retry`. The first response contains the file's version (size, ETag), and later
+responses must have the same version. Each response is read exactly to the last requested byte, so
+that the connection can be reused.
 
 The module uses urllib3, which is thread-safe. A forked process opens new connections.
 """
@@ -36,7 +36,8 @@ SILENCE_S = 30.0
 ATTEMPT_S = 120.0
 """The maximum time in seconds for one request. The next request resumes where it stopped."""
 SLOWEST_BYTES_PER_S = 1000
-"""The minimum transfer speed. A transfer fails if it is slower than this for the retry limit."""
+"""The minimum transfer speed. A transfer fails if it is slower than this during an entire period of
+the retry limit."""
 
 RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
 """Status codes of temporary errors. Proxies use their own codes, so all 5xx codes except "not
@@ -275,7 +276,8 @@ class WebFile(io.RawIOBase):
         return size
 
     def _accept_part(self, response: BaseHTTPResponse, requested: str) -> int:
-        """Do the work of `_check_answer` for a response with a range of bytes, or without any."""
+        """Do the work of `_check_answer` for a response with a range of bytes, or without any
+        bytes."""
         # "bytes FIRST-LAST/SIZE"; "*" stands for an unknown size, or for a range without bytes.
         content_range = re.fullmatch(
             r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", response.headers.get("Content-Range", "")

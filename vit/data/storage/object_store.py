@@ -157,8 +157,8 @@ class ObjectStore:
                 at += len(piece)
 
             now = _version(fs, path, name)
-            # Some stores list other tags, and `version` may come from a listing, so also compare
-            # with the listing.
+            # Some stores return different tags in listings, and `version` may come from a listing,
+            # so also compare with the listing.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
@@ -345,8 +345,8 @@ class ObjectStore:
         return self.retry.call(shown_name, attempt, while_waiting)
 
     def _final_error(self, error: Exception, shown_name: str) -> Exception | None:
-        """Return the error to raise unless the file is in use, for which even this error may be
-        temporary. Return None if `error` may be temporary for any file."""
+        """Return the error to raise if the file is not in use. For a file in use, even this error
+        may be temporary. Return None if `error` may be temporary for any file."""
         is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
         if is_no_file or _is_replaced(error):
             return error

@@ -1,6 +1,7 @@
 """Open a split at a URL or in a folder, with the cache and the retry limits of the caller.
 
-Shards in a folder need neither a client of a server nor a cache, so these are imported late.
+Shards in a folder need neither a server's client nor a cache, so the modules for both are imported
+only when they are needed.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ class _BySample(nn.Module):
     def _kept(self, num_rows: int, num_draws: int) -> Tensor:
         """Return a mask of the values to keep, (keys, ...) bool, with `num_draws` values per
         row."""
-        # Windows of an image, as in Swin, are consecutive rows and share the key of their image. A
-        # tensor with an unrelated first dimension uses the keys of the first rows, so its values
-        # depend on the micro-batch.
+        # Windows of an image, as in Swin, are consecutive rows and share the key of their image. If
+        # the number of rows is not a multiple of the number of keys, only the first keys are used,
+        # so the values depend on the micro-batch.
         num_keys = math.gcd(num_rows, len(self.keys))
         return draw_bits(self.keys[:num_keys], num_draws // num_keys) >= self.threshold
 

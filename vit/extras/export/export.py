@@ -284,7 +284,7 @@ def _write_onnx(subject: ProgramModel, folder: Path) -> tuple[Path, list[str]]:
 def _largest_difference(model: nn.Module, session: Any, batches: list[Tensor]) -> float:
     """Return the largest difference between onnxruntime's logits and the model's.
 
-    It is relative to the largest logit of the batch, and NaN if a logit is NaN.
+    The difference is relative to the largest logit of the batch. It is NaN if a logit is NaN.
     """
     differences = []
     for images in batches:

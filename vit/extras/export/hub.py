@@ -57,8 +57,8 @@ if __name__ == "__main__":
         analytics_enabled=False,
     ).launch()
 '''
-"""The text of app.py. With these arguments, gradio passes on the file of the photo, so the page
-preprocesses it like evaluation. Classes with the same name are shown with their numbers."""
+"""The text of app.py. With these arguments, gradio passes on the photo's file, so the page
+preprocesses the photo as in evaluation. Classes with the same name are shown with their numbers."""
 REASONS = {
     None: "no connection to the hub ({text}): wait for it, or copy the folder elsewhere",
     401: "you are not logged in, or the token is not valid: run `hf auth login` or set HF_TOKEN",
@@ -66,11 +66,13 @@ REASONS = {
     " to which you belong (`hf auth whoami`)",
     "other": "the hub refused the upload ({text}): remove the cause",
 }
-"""Maps an HTTP status, or None without an answer, to why the upload failed and what to do."""
+"""Maps an HTTP status to the reason why the upload failed and a remedy. None stands for no
+answer."""
 
 
 def check_repository(name: str) -> None:
-    """Raise WeightsError if `name` cannot name a repository, or huggingface_hub is missing."""
+    """Raise WeightsError if `name` is not a valid repository name, or if huggingface_hub is
+    missing."""
     try:
         from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -97,8 +99,9 @@ def write_app(folder: Path, subject: ProgramModel, title: str) -> None:
 def push(folder: Path, repository: str) -> str:
     """Upload `folder`, and return the address of `repository`.
 
-    Raises WeightsError with the command that uploads the folder later, if the user is not logged in
-    or may not write, the hub cannot be reached, or the repository has another model.
+    Raises WeightsError if the user is not logged in or may not write, if the Hub cannot be reached,
+    or if the repository contains another model. The message contains the command that uploads the
+    folder later.
     """
     import huggingface_hub as hub
 

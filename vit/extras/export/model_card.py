@@ -127,7 +127,7 @@ The settings that differ from the defaults of the training program:
 
 
 def _app(repository: str) -> str:
-    """Return the section that starts the page on the reader's machine."""
+    """Return the section on how to start the page on the reader's machine."""
     return f"""
 ## Classify photos in the browser
 
@@ -218,7 +218,7 @@ def _without_defaults(config: Config) -> dict[str, Any]:
     """Return the settings that differ from the defaults, except paths."""
     least = {"data": {"root": "-"}, "optim": {"name": config.optim.name}, "train": {"steps": 1}}
     plain = config_io.to_dict(config_io.from_dict(least, "defaults"))
-    # The other optim settings have the defaults of the optimizer, so state which it is.
+    # The defaults of the other optim settings depend on the optimizer, so always include its name.
     values: dict[str, Any] = {"optim": {"name": config.optim.name}}
     for key, (_, new) in config_io.differences(plain, config_io.to_dict(config)).items():
         section, _, name = key.partition(".")
@@ -296,7 +296,7 @@ class Format(NamedTuple):
     code: str
     """Python code that loads the folder. `<NAME>` stands for a value of `opening_code`."""
     tags: str = ""
-    """Lines of further tags on the Hugging Face Hub."""
+    """Lines with additional tags for the Hugging Face Hub."""
 
 
 FORMATS = {

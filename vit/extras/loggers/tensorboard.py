@@ -6,7 +6,8 @@ Each attempt writes its own file. The file begins with a purge mark, which makes
 older data, followed by the numbers of all valid lines of metrics.jsonl. Then the file of the
 previous attempt is emptied. After a kill, no step is therefore missing or shown twice, and
 TensorBoard may be turned on in the middle of a run. A thread of tensorboard writes the file, so
-training does not wait for the disk. An error ends only this display.
+training does not wait for the disk. An error ends only the display in TensorBoard, not the
+training.
 """
 
 import os
@@ -59,7 +60,7 @@ class TensorboardView:
             self._stop(error)
 
     def poll(self) -> None:
-        """Do nothing, because TensorBoard has no messages."""
+        """Do nothing, because TensorBoard never sends messages back."""
 
     def send(self, step: int, time_s: float, numbers: dict[str, float]) -> None:
         """See `Logger`."""
@@ -99,6 +100,7 @@ class TensorboardView:
 
 
 def _report(before: Callable[[Any], object], args: Any) -> None:
-    """Report a thread's error with `before`, unless it is a tensorboard thread (see `_do`)."""
+    """Report a thread's error with `before`, unless the thread belongs to tensorboard (see
+    `_do`)."""
     if not type(args.thread).__module__.startswith("tensorboard."):
         before(args)

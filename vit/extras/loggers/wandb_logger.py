@@ -2,7 +2,8 @@
 
 The process, `vit/extras/loggers/wandb_process.py`, reads metrics.jsonl, so training only reports
 its end.
-Online, it runs during training. Offline, it runs after training and writes one folder.
+In online mode, the process runs during training. In offline mode, it runs after training and writes
+one folder.
 
     runs/<name>/wandb_id               one id and project for all attempts
     runs/<name>/wandb/run-*/           W&B's own folder of each attempt online
@@ -45,7 +46,7 @@ OPEN_S = 10.0
 STOPPED_S = {"online": 10.0, "offline": 30.0}
 """The maximum time for an upload after a signal. A scheduler may not wait longer (Slurm: 30 s)."""
 ANNOUNCE_S = 6.0
-"""An upload that takes longer than this is announced."""
+"""The time in seconds after which an upload that is still running is announced."""
 SCRIPT = wandb_process.__file__
 
 

@@ -55,13 +55,13 @@ _first_failure = threading.Lock()
 REPORTED = 3
 """The exit status of this script after it printed why it failed."""
 STATE_FILE = "state.json"
-"""A file in `wandb/` with the run's id, whether the run was opened online, and `num_other_steps`:
-W&B steps that contain pictures and tables, which are not rows of the record."""
+"""A file in `wandb/` with the run's id, whether the run was opened online, and `num_other_steps`.
+These are W&B steps that contain pictures and tables instead of rows of the record."""
 
 
 def remedy(run_dir: Path, mode: str) -> str:
     """Return advice for the user after a failed upload."""
-    # The variable may be set to offline, for which the same failure could follow.
+    # The environment may set WANDB_MODE=offline, which could cause the same failure again.
     variable = "WANDB_MODE=online " if mode == "offline" else ""
     command = f"{variable}python launch/report.py {shlex.quote(str(run_dir))} --to-wandb"
     return f"metrics.jsonl has everything; to upload it: {command}"
@@ -230,7 +230,8 @@ def _open_run(
 
 
 def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: LogLine) -> None:
-    """End this process if the upload takes too long after training, or the server is gone.
+    """End this process if the upload takes too long after training, or if the server stops
+    answering.
 
     Otherwise W&B would retry requests for hours.
     """

@@ -186,4 +186,4 @@ def print_costs(config: Config, num_classes: int) -> None:
 
 
 PRINTERS = {"shapes": print_network, "summary": print_costs}
-"""The functions of `launch/visualize.py`, by command."""
+"""Maps commands of `launch/visualize.py` to the functions that print their output."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 _DEVICE_OF = torch.ops.prim.device.default
 PROC = Path("/proc/self")
-"""The folder, only on Linux, in which the kernel describes this process."""
+"""The folder in which the kernel describes this process. It exists only on Linux."""
 
 
 def reset_peak(device: torch.device) -> None:

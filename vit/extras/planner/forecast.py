@@ -1,9 +1,10 @@
 """Forecast a run's time, cost and memory from a config and a number of GPUs.
 
 `vit.training.plan` computes steps and batches, `vit.extras.planner.memory` computes bytes, and
-`vit.extras.planner.roofline` the seconds of an image. Drop path reduces them, and recomputed
-activations and a teacher's forward pass are added. `vit.extras.planner.speed` corrects them by
-measurements on the same GPU, and gives the range of complete published runs.
+`vit.extras.planner.roofline` computes the time per image. Drop path reduces this time, and
+recomputed activations and a teacher's forward pass are added to it. `vit.extras.planner.speed`
+corrects the time with measurements on the same GPU, and returns how much longer complete published
+runs took.
 """
 
 import math
@@ -43,7 +44,7 @@ IMAGES_PER_CORE_S = 1034
 SHARD_BYTES_PER_IMAGE = 122_000
 """The average size of a stored image. ImageNet's shards take 156 GB (docs/data.md)."""
 GPUS_PER_HOST = 8
-"""The assumed number of GPUs per host, between which the network is not a limit."""
+"""The assumed number of GPUs per host. The network does not limit GPUs on the same host."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Forecast:
     stages: tuple[SizeStage, ...]
     """The stages of the run, one for each image size. The last stage ends with the run."""
     train_flops: int
-    """The FLOPs of training on one image, without repeated ones."""
+    """The FLOPs of training on one image, without those that activation checkpointing repeats."""
     train_images: int
     """The number of images in all training steps, including repetitions."""
     eval_images: int
@@ -128,7 +129,8 @@ class Forecast:
         return hours / self.speed.within, hours * self.speed.within
 
     def end_to_end_h(self, cores: float | None, network_gbs: float | None) -> tuple[float, float]:
-        """Return the hours of the run, if it takes as much longer as published runs of its size.
+        """Return the hours of the run, if it exceeds its computation time by the same factor as
+        published runs of its size.
 
         cores: CPU cores per GPU, which limit the loader. network_gbs: 10**9 bytes per second per
         host, which limit the sums of gradients. None: no limit.
@@ -151,7 +153,8 @@ class Forecast:
 
     @property
     def network_gbs(self) -> float:
-        """The 10**9 bytes per second that each host must send and receive, or 0 for one host.
+        """The rate at which each host must send and receive, in 10**9 bytes per second, or 0 for
+        one host.
 
         An all-reduce passes all gradients through each host twice. It overlaps with the backward
         pass, which takes two thirds of the step.
@@ -186,7 +189,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     def image_s(work: Work) -> float:
         return speed.factor * seconds(work, gpu, precision, compiled)
 
-    # The time of an image, besides the passes of the trained model.
+    # The time per image in addition to the passes of the trained model.
     forward, _ = forward_work(model)
     taught = None if teacher is None else forward_work(teacher[0])[0]
     teacher_s = 0.0 if taught is None else image_s(taught)

@@ -1,8 +1,8 @@
 """Count the bytes of a training step on one device without computing the step.
 
 `vit.step.TrainStep` runs under torch's FakeTensorMode, in which tensors have a shape but no memory.
-The size of each new storage is added to a sum. It is subtracted when the last tensor that uses the
-storage is freed:
+The size of each new storage is added to a sum. The size is subtracted when the last tensor that
+uses the storage is freed:
 
     config -> model, optimizer and batch without memory -> TrainStep -> `StepMemory`, part by part
     config -> augmentation parameters, fake images -> Augment -> temporaries of augmentation

@@ -28,7 +28,8 @@ BYTES_COMPILED = 9.8
 """The bytes that a forward pass moves per output element of a linear layer. They include the norms,
 activation functions and additions between the linear layers."""
 BYTES_EAGER = 16.0
-"""The same bytes without `train.compile`."""
+"""The bytes that a forward pass moves per output element of a linear layer without
+`train.compile`."""
 LEAST_BYTES = 4.2
 """The bytes per element of a compiled step whose tokens between blocks are bf16, without operands
 of matrix products, as benchmarks/step_bytes.py counts them."""
@@ -36,8 +37,8 @@ UPDATE_BYTES = 52
 """The bytes that an update moves per weight, in 13 fp32 numbers: AdamW reads four and writes three,
 the norm reads one, clipping reads and writes one, and the average reads two and writes one."""
 RECOMPUTED_ATTENTION = 0.5
-"""The forward passes of attention that its backward pass repeats, because fused attention does not
-store the scores (FlashAttention-2, arXiv 2307.08691, section 3.1.2)."""
+"""The number of attention's forward passes that its backward pass repeats, because fused attention
+does not store the scores (FlashAttention-2, arXiv 2307.08691, section 3.1.2)."""
 ATTENTION_OPERATORS = ("bmm", "scaled_dot_product")
 GEFORCE = ("RTX-3090", "RTX-4090", "RTX-5090")
 
@@ -114,8 +115,8 @@ def _work(flops: dict[Any, float], elements: float) -> Work:
 def training_work(forward: Work, trained: Work, recomputed: float = 0.0) -> Work:
     """Return the work of training on one image.
 
-    trained: the part of `forward` that has a backward pass. recomputed: the share of it that the
-    backward pass computes again (`train.activation_checkpointing`).
+    trained: the part of `forward` that has a backward pass. recomputed: the share of `trained` that
+    the backward pass computes again (`train.activation_checkpointing`).
     """
     passes = 2 + recomputed
     return Work(
@@ -126,7 +127,8 @@ def training_work(forward: Work, trained: Work, recomputed: float = 0.0) -> Work
 
 
 def seconds(work: Work, gpu: Gpu, precision: str, compiled: bool) -> float:
-    """Return the predicted time of `work` on `gpu`. fp32 moves twice as many bytes."""
+    """Return the predicted time of `work` on `gpu`. fp32 moves twice as many bytes as bf16 and
+    fp16."""
     share = SHARE_OF_PEAK_GEFORCE if gpu.name in GEFORCE else SHARE_OF_PEAK
     bytes_per_element = BYTES_COMPILED if compiled else BYTES_EAGER
     num_bytes = work.elements * bytes_per_element * (2 if precision == "fp32" else 1)

@@ -1,4 +1,4 @@
-"""Choose how fast a GPU trains: the roofline, corrected by measurements on the same GPU.
+"""Estimate how fast a GPU trains, by correcting the roofline with measurements on the same GPU.
 
 results of launch/bench.py -> `choose_speed` -> `Speed`: a factor, and how wrong it may be
 published.json -> `end_to_end` -> how much longer published runs took than their computation
@@ -68,7 +68,7 @@ def choose_speed(
             if (measured["gpu"], row["precision"]) != (gpu.name, precision):
                 continue
             if row.get("activation_checkpointing", "none") != "none":
-                continue  # the row's FLOPs lack the recomputed ones
+                continue  # the row's FLOPs do not include recomputed ones
 
             is_same_size = abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
             is_same = row["model"] == model_name and is_same_size
@@ -109,8 +109,8 @@ def published_runs() -> list[dict[str, Any]]:
 
 
 def end_to_end(forward: Work) -> EndToEnd:
-    """Return the range of the factors of three published runs: those with the nearest FLOPs of a
-    forward pass."""
+    """Return the range of the factors of the three published runs whose forward pass is nearest to
+    `forward` in FLOPs."""
 
     def distance(run: dict[str, Any]) -> float:
         return abs(math.log(Work(*run["work"]).flops / forward.flops))

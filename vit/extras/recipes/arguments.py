@@ -21,7 +21,8 @@ The rule states how the argument is mapped (`vit.extras.recipes.reading.map_argu
     -                        supported with any value, without a setting
     other text               mapped by a function; the text is for readers
 
-If a function maps an argument, its rule is only for readers.
+If a function maps an argument, the program ignores the argument's rule. The rule then only explains
+the mapping to readers of the table.
 
 A second table lists the arguments for paths, logging, devices and speed, which are not part of a
 recipe. Abbreviated flags, such as `--batch 256` for `--batch-size 256`, are accepted, because
@@ -119,7 +120,8 @@ class ParsedArguments(NamedTuple):
     stated: frozenset[str]
     """The names of the arguments in the command. All other arguments have their defaults."""
     shortened: tuple[str, ...] = ()
-    """A sentence for each abbreviated flag. A newer version may have another flag of that name."""
+    """A sentence for each abbreviated flag. A newer version of the script may have another flag
+    with the abbreviated name."""
 
 
 def make_table(program: str, source: str, recipe: str, places: str) -> ArgumentTable:

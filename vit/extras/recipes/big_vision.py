@@ -335,7 +335,7 @@ def _map_optimizer(reading: Reading) -> Findings:
         )
     elif name == "big_vision.scale_by_adafactor":
         yield same(names, {"optim.name": "adafactorbv"})
-        if reading.args.get("optax.decay_rate") == 0.8:  # this project has no other
+        if reading.args.get("optax.decay_rate") == 0.8:  # this project supports no other value
             yield same("optax.decay_rate")
 
         for key in ("min_dim_size_to_factor", "beta2_cap", "momentum"):

@@ -196,7 +196,7 @@ _MODELS: dict[str, Settings] = {
         "model.rope_reg_temperature": 100.0,
     },
 }
-"""Maps patterns for the names of models, whose first group is the size, to their settings."""
+"""Maps patterns for model names to settings. The first group of a pattern matches the size."""
 
 
 def _parse(command: Command) -> ParsedArguments:

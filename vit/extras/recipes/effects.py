@@ -93,7 +93,7 @@ _KINDS = {
     "order.block_samples": "order",
     "train.seed": "order",
     "train.exact_over_ranks": "order",
-    # A resumed run may change some of these, because the samples are compared instead.
+    # A resumed run may change some of these settings, because its samples are compared instead.
     "data.mean": "images",
     "data.std": "images",
     "data.interpolation": "images",
@@ -113,7 +113,7 @@ _KINDS = {
     "eval.batch_size": "harmless",
     "model.weight_init": "start",
 }
-"""The kinds of settings that do not have the kind of their section."""
+"""Maps settings to their kind, if it differs from the kind of their section."""
 
 _KINDS_BY_SECTION = {
     "model": "network",

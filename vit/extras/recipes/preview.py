@@ -72,7 +72,8 @@ class Curves(NamedTuple):
     decays: list[float]
     """The weight decay at each time."""
     reference: list[tuple[list[float], list[float]]]
-    """The epochs and top-1 in percent of each run of `eval.reference`; [] without one."""
+    """The epochs and the top-1 accuracy in percent of each run of `eval.reference`; [] without a
+    reference."""
 
 
 def curves_of(config: Config, num_images: int) -> Curves:

@@ -101,7 +101,8 @@ class PythonConfig:
         self._run(tree.body, [self.names])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Evaluate a call to the file's function `name`, with as many arguments as it takes."""
+        """Evaluate a call to the file's function `name`, with as many of `arguments` as it
+        takes."""
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")

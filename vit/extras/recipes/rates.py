@@ -207,7 +207,7 @@ def map_schedule(
         names: The arguments.
         settings: Our settings with the numbers of the source project.
         shape: The function for the source project's schedule.
-        limited: The settings that become at most the peak learning rate.
+        limited: The settings that are limited to the peak learning rate.
         kind: The name of the source project's schedule, if it has no equivalent.
         unused: The arguments of other schedules.
         note: A text about the schedule `kind`.

@@ -1,10 +1,10 @@
 """Map the arguments of another project to settings of this project.
 
-A `Reading` is a value: the arguments of a recipe, and a finding for each argument that is mapped.
-`map_arguments` returns the reading with all findings. Each argument is mapped by the rule in its
-project's table, or by a function of its project's module, which returns findings: same, differs, no
-equivalent, or no effect in the source project. An argument without a finding is an error, so no
-argument is dropped silently.
+A `Reading` is a value that contains the arguments of a recipe, and a finding for each argument that
+is mapped. `map_arguments` returns the reading with all findings. Each argument is mapped by the
+rule in its project's table, or by a function of its project's module, which returns findings: same,
+differs, no equivalent, or no effect in the source project. An argument without a finding is an
+error, so no argument is dropped silently.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ def same(
 def differs(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Mapped:
     """Return the finding that the arguments `names` are similar to `settings`.
 
-    text: the difference, or "" if they are the same.
+    text: the difference, or "" if there is none.
     """
     return _finding("differs" if text else "same", names, settings, text)
 
@@ -112,7 +112,8 @@ class Program(NamedTuple):
     rest: Handler
     """A function that maps what no argument controls."""
     rules: Sequence[Argument] = ()
-    """The arguments to map in this order, or () for those of the table that are in a recipe."""
+    """The arguments to map, in this order, or () for the table's arguments that are part of a
+    recipe."""
 
 
 class Reading(NamedTuple):

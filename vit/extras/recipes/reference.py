@@ -44,7 +44,8 @@ SUFFIX = ".csv"
 METRICS = ("top1", "top5", "loss")
 """The metric columns of a curve. Accuracies are in percent."""
 SAME_LENGTH = 0.005
-"""The maximum relative difference between equal lengths. Lengths are rounded to whole steps."""
+"""The maximum relative difference between lengths that count as equal. Lengths are rounded to whole
+steps."""
 
 
 class Header(Section):
@@ -184,7 +185,7 @@ def _read_runs(
     Args:
         rows: The rows of the CSV by column name.
         unit: The column that counts the progress, `epoch` or `step`.
-        length: The whole training in this unit.
+        length: The length of the whole training in this unit.
         label: The file's name in errors.
         num_before: The number of lines before the column names.
 
@@ -243,7 +244,8 @@ class Comparison:
     refusal: str
     """The reason why the run cannot be compared, or "" if it can."""
     is_of_other_data: bool = False
-    """Whether the reason is another validation set. The curve then is not part of the record."""
+    """Whether the run cannot be compared because it uses another validation set. The curve is then
+    not part of the record."""
 
     @property
     def length_note(self) -> str:

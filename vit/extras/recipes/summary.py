@@ -141,7 +141,8 @@ def _shown(value: object) -> str:
 
 
 def wrapped(text: str, indent: str = "  ", below: str = "") -> list[str]:
-    """Wrap `text`. below: the indent of the second and further lines, by default 4 more."""
+    """Wrap `text`. below: the indent of all lines after the first, by default `indent` plus 4
+    spaces."""
     return textwrap.wrap(
         text,
         _COLUMNS,

@@ -51,7 +51,8 @@ _FIXED: dict[str, Settings] = {
     "adamuon": {"ns_steps": 5, "ns_coefficients": "quintic"},
     "adafactorbv": {"decay_rate": 0.8, "momentum_dtype": "bfloat16", "clipping_threshold": None},
 }
-"""Maps optimizers to arguments of timm that have only this value, timm's default, here."""
+"""Maps optimizers to timm's arguments for which this project supports only the given value, which
+is timm's default."""
 
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """The prefixes of timm's augmentation policies."""

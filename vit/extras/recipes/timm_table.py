@@ -1,9 +1,9 @@
 """List the arguments of timm's train.py, including removed arguments and old defaults.
 
 The table is as of timm 1.0.31. Its train.py is not part of the package, so flags and defaults are
-from huggingface/pytorch-image-models@aa4b5850:train.py (1.0.29.dev0), and those that are newer from
-the package's release notes, its scheduler and loss factories, and the tests in its source archive
-(test_multilabel.py, test_train_resume.py, test_sweep.py and test_checkpoint_loading.py).
+from huggingface/pytorch-image-models@aa4b5850:train.py (1.0.29.dev0). Newer flags and defaults are
+from the package's release notes, its scheduler and loss factories, and the tests in its source
+archive (test_multilabel.py, test_train_resume.py, test_sweep.py and test_checkpoint_loading.py).
 """
 
 from vit.extras.recipes.arguments import make_table
@@ -222,5 +222,5 @@ OLDER_DEFAULTS = {
     " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
     " --remode const",
 }
-"""Maps the last day on which old defaults were valid to those that have since changed
+"""Maps the last day on which old defaults were valid to the defaults that have since changed
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""

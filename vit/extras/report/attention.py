@@ -208,7 +208,8 @@ def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def filter_components(model: ImageModel, num: int) -> tuple[Tensor, Tensor]:
-    """Return the first principal components of the patch embedding's filters, and their shares.
+    """Return the first principal components of the patch embedding's filters, and their shares of
+    the variance.
 
     The components are computed as for Figure 7 (left) of Dosovitskiy et al. 2021 (arXiv
     2010.11929): the D filters are points in the space of a patch's pixels. Returns (k, C, h, w)
@@ -237,7 +238,8 @@ def token_features(model: ImageModel, inputs: Tensor) -> Tensor:
 
 
 def token_colors(features: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the first three principal components of patch features as colors, and their shares.
+    """Return the first three principal components of patch features as colors, and their shares of
+    the variance.
 
     The picture follows Oquab et al. 2023 (DINOv2, arXiv 2304.07193, Figure 1). All images share the
     same components, so patches with similar colors have similar features, even in different images.

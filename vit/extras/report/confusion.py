@@ -63,7 +63,7 @@ def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], pictur
 
     Up to 20 classes are drawn with counts and names, correct predictions in blue and mistakes in
     orange. For more classes, only mistakes are drawn, as an image with a logarithmic scale.
-    Neighboring classes are merged to at most `MOST_CELLS` per side.
+    Neighboring classes are merged into at most `MOST_CELLS` cells per side.
     """
     is_small = len(matrix) <= 20
     with drawing(picture, 7.6 if is_small else 6.9, layout="constrained") as figure:
@@ -81,7 +81,7 @@ def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], pictur
 
 
 def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> None:
-    """Draw all counts as numbers, on the color of their share of the true class."""
+    """Draw all counts as numbers. The color of a cell shows the count's share of the true class."""
     from matplotlib import colormaps
 
     num_classes = len(matrix)

@@ -1,7 +1,7 @@
 """Draw the pictures of reports in a common style: width, colors, fonts and shortened names.
 
-Every PNG is 1400 pixels wide. The palette is from Okabe and Ito (2008), which color-blind readers
-can distinguish, and information is never conveyed by color only. Long class names are shortened in
+Every PNG is 1400 pixels wide. Color-blind readers can distinguish the colors of the palette (Okabe
+and Ito 2008), and information is never conveyed by color only. Long class names are shortened in
 the middle. A class without a name is shown as "class 7".
 """
 
@@ -39,7 +39,7 @@ HEADING_IN = 0.5
 TITLES_IN = 0.25
 """The height of the column titles below the heading."""
 LINE_PT_PER_IN = 55
-"""Lines of 1 pt would be 1/55 inch apart: a point is 1/72 inch, and the rest is line spacing."""
+"""The number of 1 pt lines of text per inch. A point is 1/72 inch, but lines also need spacing."""
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"

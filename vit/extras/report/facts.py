@@ -57,7 +57,7 @@ def run_state(
 
 
 def _outcome_sentence(attempt: Attempt, progress: str, age: str, run_dir: Path) -> str:
-    """Describe how far an attempt came and how it ended. age: that of the newest line."""
+    """Describe how far an attempt came and how it ended. age: the age of the newest line."""
     resume = "the same command resumes from its newest checkpoint"
     newest = f"the last line of metrics.jsonl is {age} old"
     sentences = {
@@ -73,7 +73,7 @@ def _outcome_sentence(attempt: Attempt, progress: str, age: str, run_dir: Path) 
 
 
 def _stopped_by(run_dir: Path) -> str:
-    """Return ` by SIGTERM`, for example, or "" if the folder does not tell what stopped the run."""
+    """Return ` by SIGTERM`, for example, or "" if the folder does not show what stopped the run."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return f" by {json.loads((run_dir / STOPPED_FILE).read_bytes())['signal'] or 'request'}"
     return ""
@@ -140,7 +140,7 @@ def twin_facts(history: History, run_dir: Path, config: Config) -> list[tuple[st
 
 
 def _settings_of_samples(config: Config) -> dict[str, Any]:
-    """Return all settings but those in which a run and its twin may differ."""
+    """Return all settings except those in which a run and its twin may differ."""
     settings = config_io.to_dict(config)
     for section, name in (("data", "exclude"), ("data", "relabel"), ("run", "dir")):
         settings[section].pop(name)

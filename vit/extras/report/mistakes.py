@@ -43,6 +43,6 @@ def write_mistakes(source: ReportSource) -> int:
     path = source.run_dir / MISTAKES_FILE
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
-        # Without the mark, Excel reads names as if they were not UTF-8.
+        # Without the byte order mark, Excel does not read names as UTF-8.
         file.write(text.getvalue().encode("utf-8-sig"))
     return len(order)

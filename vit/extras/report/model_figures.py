@@ -313,7 +313,7 @@ def plot_heads(
             name = "pool" if has_pool and layer == num_layers - 1 else f"block {layer + 1}"
             sheet.text(0.1, y, name, size=min(SMALL_PT, 72 * map_h), va="center")
             for head in range(num_heads):
-                # A map fills 0.94 of its cell, and the rest is the gap to the next one.
+                # A map fills 0.94 of its cell, and the rest of the cell is the gap to the next map.
                 sides = (left + head * map_w, left + (head + 0.94) * map_w)
                 bottom = top + (layer + 0.94) * map_h
                 sheet.imshow(

@@ -212,7 +212,8 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
 
 
 def _config_values(source: ReportSource, history: History) -> dict[str, Any]:
-    """Return the values that depend on the config, or why it cannot be read, with its text."""
+    """Return the values that depend on the config. If the config cannot be read, return the reason
+    and the config's text."""
     try:
         config = source.config
     except ValueError as error:

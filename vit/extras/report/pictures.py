@@ -175,7 +175,8 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
 
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
-    """Draw the attention for validation images, some of them misclassified if that is known.
+    """Draw the attention for validation images. If the predictions are known, some of the images
+    are misclassified.
 
     Returns the caption.
     """

@@ -22,8 +22,8 @@ def draw_curves(
         times: The epochs of `rates` and `decays`.
         rates: The learning rate.
         decays: The weight decay.
-        reference: The epochs and the top-1 in percent of each published run. They have a panel of
-            their own if there are any.
+        reference: The epochs and the top-1 accuracy in percent of each published run. If there are
+            published runs, their curves have a panel of their own.
     """
     with drawing(picture, 4.4, layout="constrained") as figure:
         add_title(figure, title)

@@ -78,7 +78,7 @@ class ReportSource:
 
     @cached_property
     def train_labels(self) -> NDArray[np.integer]:
-        """The labels in training, (N,): those of `data.relabel`, otherwise the stored labels."""
+        """The training labels, (N,). Labels in `data.relabel` replace the stored labels."""
         stored = self.train_set.split.index["label"]
         labels = self.train_set.changes.changed(np.arange(len(stored)), stored)
         return np.where(labels == HOLE, stored, labels)

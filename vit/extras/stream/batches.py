@@ -380,7 +380,7 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
             yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:
         if not on_the_web(url) and not stream.read(1):
-            _wait_for_end(stream)  # A failed command explains the error better.
+            _wait_for_end(stream)  # If the command failed, its error is clearer.
         raise
     _wait_for_end(stream)
 

@@ -109,7 +109,7 @@ def _measure_mode(
 
     Args:
         compiled: Whether the step is compiled.
-        is_last: Whether no other mode follows.
+        is_last: Whether this is the last mode to be measured.
         before: The result rows of earlier modes, whose batch sizes are reused.
     """
     device = subject.world.device
@@ -269,7 +269,7 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
 def _measure_row(
     subject: Subject, train_step: TrainStep, mode: str, micro_batch_size: int, rank_batch_size: int
 ) -> dict[str, Any]:
-    """Time a step with these batch sizes, and return it with its memory and work as a row."""
+    """Time a step with these batch sizes, and return its time, memory and work as a row."""
     config = subject.config
     world = subject.world
     micro_batch_size = min(micro_batch_size, rank_batch_size)

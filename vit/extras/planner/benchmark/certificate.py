@@ -105,7 +105,8 @@ def step_table(result: Mapping[str, Any]) -> Table:
 def proposal(result: Mapping[str, Any]) -> str:
     """Return a line with the fastest micro-batch in the last mode, or "" if only one was measured.
 
-    Only rows with the batch of the last row are compared, so the micro-batch is all that differs.
+    Only rows with the batch size of the last row are compared, so only the micro-batch size
+    differs.
     """
     last = result["training"][-1]
     same = ("compiled", "rank_batch_size")
@@ -195,7 +196,7 @@ def write_document(folder: Path, device: str, device_type: str, changes: Mapping
 
 
 def _identity(row: Mapping[str, Any]) -> list[Any]:
-    """Return the values by which rows of a results file are told apart."""
+    """Return the values that distinguish a row of a results file from the others."""
     return [row.get(key) for key in IDENTITY]
 
 

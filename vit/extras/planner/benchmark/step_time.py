@@ -116,11 +116,11 @@ def time_step(
 
     Args:
         train_step: The step to time.
-        batches: An iterator of augmented batches, such as a loader, or a list of batches. A list
-            is repeated, and each batch is augmented before its step.
+        batches: An iterator of augmented batches, such as a loader, or a list of batches. If it is
+            a list, its batches are used repeatedly, and each batch is augmented before its step.
         num_steps: The number of timed steps. If given, `seconds` is ignored.
         seconds: The approximate duration of all timed steps.
-        on_step: Called with the number of finished steps and of all steps.
+        on_step: Called with the number of finished steps and the total number of steps.
     """
     world = train_step.world
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)

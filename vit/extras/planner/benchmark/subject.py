@@ -1,4 +1,4 @@
-"""Collect the config, the plan, the data size and the device of a benchmark, and its batches.
+"""Collect a benchmark's config, plan, data size and device, and generate its batches.
 
 Batches contain noise images with random augmentation parameters from the recipe. As in the loader,
 images, labels and weights are on the device, and augmentation parameters are on the host. The time
@@ -43,7 +43,7 @@ class Wishes:
     micro_batch_size: int | None = None
     """The only micro-batch size to measure."""
     sweeps: bool = False
-    """Whether to also measure smaller micro-batch sizes in the same batch."""
+    """Whether to also measure smaller micro-batch sizes with the same batch size."""
     needs_data: bool = False
     """If true, raise an error when the data cannot be opened."""
 

@@ -98,7 +98,7 @@ def look_at_place(config: Config, run_dir: Path) -> list[tuple[str, str]]:
 
 
 def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
-    """Return the parts of the check in their order. Every rank runs all of them."""
+    """Return the parts of the check in order. Every rank runs all of them."""
     hosts = world.hosts
     run_dir = trial.run_dir
 
@@ -188,7 +188,7 @@ def _judge_repeats(
         yield Finding("repeat", Verdict.OK, good)
         return
 
-    # Other runs on GPUs use kernels that may add in any order.
+    # Without these settings, kernels on GPUs may add in any order.
     is_exact = config.train.deterministic or config.train.exact_over_ranks
     is_sure = is_exact or world.device.type == "cpu"
     remedy = "the host may be faulty: repeat the check, or exclude it"

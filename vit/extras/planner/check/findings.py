@@ -12,7 +12,7 @@ from rich.text import Text
 from vit.distributed.host_differences import places
 
 LINES = 3
-"""The maximum number of problems to print. The rest are only counted."""
+"""The maximum number of problems to print. All other problems are only counted."""
 
 
 class Verdict(StrEnum):

@@ -7,7 +7,7 @@
 A check may hang on a disk, or in a collective that a stopped rank does not join. Therefore, each
 check runs in a thread, and the main thread waits for the answer until the time limit. Answers are
 sent through torch's store instead of a collective, so rank 0 can name a rank that does not answer.
-After a rank failed to answer, checks that need all ranks are skipped.
+Once a rank has failed to answer, checks that need all ranks are skipped.
 """
 
 import json

@@ -40,8 +40,8 @@ STEPS = 3
 """The number of training steps. The first step compiles the model and waits for workers. The last
 step is timed."""
 LITTLE_MEMORY = 0.03
-"""The fraction of GPU memory that should stay free. With less, fragmentation can cause an
-out-of-memory error."""
+"""The fraction of GPU memory that should stay free. If less memory is free, fragmentation can cause
+an out-of-memory error."""
 
 
 class _Enough(Exception):
@@ -104,7 +104,8 @@ class Trial:
         yield self._judge_hosts(answers)
 
     def _judge_hosts(self, answers: dict[int, dict[str, Any]]) -> Finding:
-        """Return what the hosts have at least, and what some of them note."""
+        """Return a finding with the minimum of each resource over all hosts, and with the hosts'
+        notes."""
 
         def least(name: str) -> float | None:
             values = (answer[name] for answer in answers.values())

@@ -189,7 +189,7 @@ def write_table(
 ) -> Path:
     """Write a CSV line for each image that was seen, in order of mean margin.
 
-    near: None if near duplicates were not searched. The last three columns are then empty.
+    near: None if near duplicates were not searched for. The last three columns are then empty.
     """
     split = source.train_set.split
     names = source.class_names

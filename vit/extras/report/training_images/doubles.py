@@ -38,8 +38,8 @@ from vit.system.host import num_cores
 THRESHOLD = 0.9
 """The minimum cosine similarity of near duplicates."""
 RIDGE = 0.02
-"""This fraction of the largest standard deviation is added to that of each axis, so that axes
-without variance stay small."""
+"""This fraction of the largest standard deviation is added to the standard deviation of each axis,
+so that axes without variance stay small."""
 BLOCK = 8192
 """The number of rows and columns in a block of the similarity matrix (256 MiB)."""
 FEW_IMAGES = 2000
@@ -90,7 +90,8 @@ def _equal_groups(split: Split | Sources, keys: NDArray[np.uint64]) -> list[list
 def _equal_pairs(
     split: Split | Sources, keys: NDArray[np.uint64], val_split: Split
 ) -> list[tuple[int, int]]:
-    """Return the training images that are also validation images, each with its equal."""
+    """Return the training images that are also validation images, each with the identical
+    validation image."""
     # For each training image, find the first validation image whose key is not smaller.
     val_keys = _keys(val_split)
     val_order = np.argsort(val_keys, kind="stable")

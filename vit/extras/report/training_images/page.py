@@ -45,7 +45,7 @@ def write_samples_page(
 ) -> Path:
     """Write the page with up to `num_images` in each section, and return its path.
 
-    near: None if near duplicates were not searched.
+    near: None if near duplicates were not searched for.
 
     Raises ValueError if the page cannot be written, and ShardError if an image cannot be read.
     """
