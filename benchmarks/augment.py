@@ -1,11 +1,13 @@
-"""Compare the augmentation's speed with another commit, on the same images and random numbers.
+"""Compare the augmentation's speed with that of another commit, on the same images and random
+numbers.
 
     python benchmarks/augment.py                 compare with the previous commit
     python benchmarks/augment.py --against v1.2  compare with any other commit
 
 Each version runs in a separate process with one thread, and the versions take turns. A figure is
-images per second of CPU time, which other programs disturb least. Both versions must produce
-identical bits. Requires git, and a commit whose augmentation has the same interface.
+the number of images per second of CPU time, which other programs disturb least. Both versions must
+produce identical bits. The script requires git, and a commit whose augmentation has the same
+interface.
 """
 
 from __future__ import annotations

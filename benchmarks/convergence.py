@@ -1,4 +1,4 @@
-"""Train the same small ViT with this project and with a plain loop of timm's parts.
+"""Train the same small ViT with this project and with a plain loop that uses timm's parts.
 
     python -m data_prep.digits --out data/digits
     python benchmarks/convergence.py --data data/digits --work build/convergence
@@ -52,7 +52,8 @@ SETTINGS = (
     "model.depth=3",
     "model.num_heads=2",
     "model.drop_path_rate=0.1",
-    "model.weight_init=timm",  # Another init differs by ten points at epoch 6 (docs/experiments/).
+    # Another initialization changes the accuracy by ten points at epoch 6 (docs/experiments/).
+    "model.weight_init=timm",
     "augment.randaugment_layers=1",
     # At magnitude 9, timm may posterize to 0 bits, which newer versions of Pillow reject.
     "augment.randaugment_magnitude=7",

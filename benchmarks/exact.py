@@ -3,13 +3,13 @@
     python benchmarks/exact.py [--ranks 1 2 4] [--leaves 2] [--rounds 5] [section.key=value ...]
 
 The same short training runs alternately with and without `train.exact_over_ranks`, on each number
-of ranks: a ViT-Ti/16 at 96 px on the demo's digits, on the CPU with one thread per rank. All runs
-have the same global batch. With the largest number of ranks, each rank has `--leaves`
-micro-batches. With fewer ranks, it has more. Rates are measured between two lines of metrics.jsonl,
-excluding startup: images per CPU second of all ranks, which other programs disturb least, and
-images per second. "peak" is the largest resident set of a rank. "hashes" is the number of different
-final states: 1 for exact runs, and one per number of ranks for plain runs. FILE.json contains every
-round, and FILE.md the tables.
+of ranks. It trains a ViT-Ti/16 at 96 px on the demo's digits, on the CPU with one thread per rank.
+All runs have the same global batch. With the largest number of ranks, each rank has `--leaves`
+micro-batches. With fewer ranks, each rank has more micro-batches. Two rates are measured between
+two lines of metrics.jsonl, so startup is excluded. They are images per CPU second of all ranks,
+which other programs disturb least, and images per second. "peak" is the largest resident set of a
+rank. "hashes" is the number of different final states: 1 for exact runs, and one per number of
+ranks for plain runs. FILE.json contains every round, and FILE.md the tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Measure the path from JPEGs to batches: this loader, its peers, and the limits of decoding.
+"""Measure the path from JPEGs to batches for this loader and its peers, and measure the limits of
+decoding.
 
     python benchmarks/loader.py --quick                               a smoke test of one minute
     python benchmarks/loader.py --only ours "torchvision v1" FFCV     only these contestants
@@ -259,8 +260,8 @@ class Benchmark:
 def rows_of_both(
     cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str]]
 ) -> list[list[str]]:
-    """Merge both results into one table. CPU time comes first, because other programs disturb it
-    least."""
+    """Merge the results by CPU time and by wall time into one table. CPU time comes first, because
+    other programs disturb it least."""
     short = {V1: "x v1", FFCV: "x FFCV", WHOLE: "x limit"}
     rows = [
         [

@@ -1,7 +1,7 @@
 """Run the contestants of a benchmark alternately, compare them, and write the figures.
 
 In each round, all contestants run one after the other, so that other load on the machine affects
-all of them. Each figure is the median over rounds, and each ratio is the median of the ratios
+all contestants. Each figure is the median over rounds, and each ratio is the median of the ratios
 within rounds. FILE.json contains every round, and FILE.md contains the tables.
 """
 

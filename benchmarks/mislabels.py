@@ -16,8 +16,8 @@ For each fraction, the benchmark prints the area under the ROC curve, and the pr
 top-ranked images, where k is the number of planted labels.
 
 `--pairs` plants 3 % wrong labels with each of several seeds, and excludes or corrects the images
-that `launch/samples.py` ranks first. The changed run equals the first one in everything else, so
-the difference of their accuracies varies less than between runs with different seeds.
+that `launch/samples.py` ranks first. The changed run equals the first one in everything else. The
+difference between their accuracies therefore varies less than between runs with different seeds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def train(root: Path, run_dir: Path, overrides: list[str]) -> None:
 
 @torch.no_grad()
 def probabilities(run_dir: Path) -> NDArray[np.float64]:
-    """Evaluate a run on its training split, and return the class probabilities (N, classes)."""
+    """Evaluate a run on its training split, and return the class probabilities as an (N, classes)
+    array."""
     source = ReportSource(run_dir, CPU)
     split = open_split(source.config.data.root, source.config.data.train_split)
     batches = []

@@ -5,7 +5,8 @@
 The contenders take turns updating a model's weights, using gradients of all ones. Every optimizer
 is created as in training. Optimizers that can undo updates (`vit.optim.skipping`) are also measured
 with `found_inf=None`, which disables undoing. The command prints a table of milliseconds per
-update, in CPU time on a CPU, so that other programs do not count, and in wall time on a GPU.
+update. On a CPU, it measures CPU time, so that other programs do not count. On a GPU, it measures
+wall time.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 
 Both sides of a pair use the same small ViT (`inputs/digits_adamw.yaml` with `SETTINGS`) and differ
 only in the technique (`ARMS`). All learning rates are tuned with the same budget. Each rate in an
-arm's grid is tried once and scored on a fifth of the *training* originals, which that training does
-not see (`TUNING_SEED`). The comparison then trains on all training images with other seeds, and
-uses the evaluation images only at the end. Drop path and averaging use the learning rate of the arm
-that they modify.
+arm's grid is tried once with `TUNING_SEED`. The result is scored on a fifth of the *training*
+originals, which are left out of this training. The comparison then trains on all training images
+with other seeds, and uses the evaluation images only at the end. Drop path and averaging use the
+learning rate of the arm that they modify.
 
 The interval treats both seeds and originals as random (`inputs.trainings.difference`). Run the same
 command again to resume an interrupted comparison.

@@ -1,4 +1,5 @@
-"""Convert weights to other programs and back, and print a table comparing bits and logits.
+"""Convert weights to other programs' layouts and back, and print a table that compares bits and
+logits.
 
     python benchmarks/parity.py                     B/16, L/16 and H/14 at 224 px, 1,000 classes
     python benchmarks/parity.py --models vit_b16 --programs timm npz

@@ -1,4 +1,5 @@
-"""Define the contestants of benchmarks/loader.py, which create 224 px batches as their docs show.
+"""Define the contestants of benchmarks/loader.py. They create 224 px batches as their documentation
+shows.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
@@ -563,7 +564,7 @@ def version(name: str) -> str | None:
 
 
 def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
-    """Answer requests on standard input until it ends."""
+    """Answer requests on standard input until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Keep library output from mixing with the answers on stdout.
     running: dict[str, Batches] = {}

@@ -1,4 +1,4 @@
-"""Compare fine-tuning with configs/photos.yaml to training from scratch, on crops of a few photos.
+"""Compare fine-tuning with configs/photos.yaml and training from scratch, on crops of a few photos.
 
     pip install scikit-image
     python benchmarks/photos_pair.py --work build/photos_pair [--seeds 3]
@@ -6,8 +6,8 @@
 Eighteen pictures that are part of scikit-image and scikit-learn are converted to gray. A small ViT
 is pre-trained to classify crops of ten of them. Crops of the other eight represent a user's own
 photos, with one class per picture. Training crops come from the left three fifths of a picture, and
-validation crops from the rest, so they share no pixel. Training from scratch uses the learning rate
-of the pre-training for all layers.
+validation crops come from the right two fifths, so they share no pixels. Training from scratch uses
+the learning rate of the pre-training for all layers.
 
 For each side, the benchmark prints the mean and range of the accuracy over seeds, on the same
 images, and the CPU seconds of a training run including startup. Run the same command again to

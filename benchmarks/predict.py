@@ -12,7 +12,8 @@ The files are the JPEGs of `loader.py`, in the page cache. Contestants take turn
 If the loader and the model compute on the same cores, prediction cannot reach either limit, because
 their CPU times add up. Each model therefore has two tables. The first contains images per second,
 limited on a GPU by the slower of the two. The second contains images per CPU second, including
-workers. On a CPU, they are limited by 1 / (1 / loader + 1 / model), which is in the last line.
+workers. On a CPU, these rates are limited by 1 / (1 / loader + 1 / model), which is in the last
+line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Compare data preparation with peers and limits: writing, checking, listing archives, memory.
+"""Compare data preparation with peers and limits, in writing, checking, listing archives and
+memory.
 
     python benchmarks/prep.py --quick                       a smoke test of one minute
     python benchmarks/prep.py --rows 1281167 100000000      100 million: minutes, 8 GB of disk
@@ -173,7 +174,8 @@ def dd(data: Data, out: Path) -> None:
 
 
 def hashing(data: Data, out: Path) -> None:
-    """Hash the archive. The writer's second thread does the same work: one sha256 per shard."""
+    """Hash the archive. The writer's second thread does the same work, because it computes one
+    sha256 per shard."""
     with open(data.archive, "rb") as file:
         hashlib.file_digest(file, "sha256")
 
@@ -238,7 +240,8 @@ def drop_from_cache(path: Path) -> None:
 
 
 def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
-    """Measure the writing of shards: page cache to memory, page cache to disk, and disk to disk."""
+    """Measure the writing of shards from page cache to memory, from page cache to disk, and from
+    disk to disk."""
     num_images = len(data.files)
     contestants: dict[str, Callable[[Path], float]] = {
         DD: partial(timed, partial(dd, data)),

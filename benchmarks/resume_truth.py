@@ -6,12 +6,12 @@
 
 Each contestant (a script in benchmarks/resume/) trains a tiny model for two epochs of 168 steps on
 10,080 samples that carry their number, saves its state every 40 steps, and is killed with SIGKILL
-after step 268, in the middle of the second epoch. It then resumes from its last saved state. The
-steps that made the final weights are compared with those of a run that nobody killed. A contestant
-whose package is not installed is left out. The rows of an existing FILE.json are kept unless they
-are measured again, so that contestants may be measured in different environments.
+after step 268, in the middle of the second epoch. The contestant then resumes from its last saved
+state. The steps that made the final weights are compared with those of a run that was not killed. A
+contestant whose package is not installed is left out. The rows of an existing FILE.json are kept
+unless they are measured again, so that contestants may be measured in different environments.
 
-FILE.json contains all figures, FILE.md the table, and FILE.png the picture.
+FILE.json contains all figures, FILE.md contains the table, and FILE.png contains the plot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from probe import EPOCHS, SAMPLES, STEPS_PER_EPOCH
 from rows import CONTESTANTS, Contestant, write_table
 
 KILL_AT = 268
-"""Step 100 of the second epoch. The last saved state is that of step 240."""
+"""The step of the kill, which is step 100 of the second epoch. The last saved state is that of step
+240."""
 KILL_AGAIN_AT = 308
 FIRST = Life(kill_at=KILL_AT)
 SCENARIOS: dict[str, tuple[Life, list[Life]]] = {
@@ -46,18 +47,19 @@ SCENARIOS: dict[str, tuple[Life, list[Life]]] = {
     ),
     "killed_twice": (Life(), [FIRST, Life(kill_at=KILL_AGAIN_AT), Life()]),
 }
-"""For each scenario: the undisturbed run, and the lives of the killed run."""
+"""Maps each scenario to the undisturbed run, and to the lives of the killed run."""
 
 
 class Runs:
-    """Runs lives of one contestant below `work`. Runs that begin with the same lives share them."""
+    """Runs a contestant's lives in subfolders of `work`. Runs that begin with the same lives share
+    these lives."""
 
     def __init__(self, contestant: Contestant, work: Path):
         self.contestant = contestant
         self.work = work
 
     def run(self, lives: list[Life]) -> tuple[Path, str]:
-        """Return the folder of the run, and how it ended ("" if as intended)."""
+        """Return the run's folder, and how the run ended ("" if it ended as intended)."""
         folder = self.work / "-".join(
             f"{life.ranks}r{life.workers}w{life.kill_at or ''}" for life in lives
         )
@@ -76,7 +78,7 @@ class Runs:
 
 
 def measure(contestant: Contestant, scenarios: list[str], work: Path) -> dict[str, Any]:
-    """Return the counts of each scenario, or how a run ended if not as intended."""
+    """Return the counts for each scenario, and how a run ended if it did not end as intended."""
     runs = Runs(contestant, work)
     row: dict[str, Any] = {}
     for scenario in scenarios:

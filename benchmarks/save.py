@@ -2,7 +2,7 @@
 
     python benchmarks/save.py [--config configs/vit_b16.yaml] [--rounds 5] [section.key=value]
 
-Contestants take turns to save the state of a model with its average and its optimizer (1.4 GB for
+Contestants take turns saving the state of a model with its average and its optimizer (1.4 GB for
 ViT-B). The first copies as many bytes into allocated memory. The second saves with the background
 thread and is timed until training continues, and until the thread has written everything. The third
 writes weights, average and state with the safetensors package, flushes each file, and reads the
@@ -44,8 +44,8 @@ from vit.training.reduce import DataParallel
 
 
 def create_train_step(config: Config) -> TrainStep:
-    """Return a CPU step with everything that is saved, but without parts needed only for
-    training."""
+    """Return a training step on the CPU that has everything that is saved, but no parts that are
+    needed only for training."""
     device = torch.device("cpu")
     model = create_model(config.model, num_classes=1000)
     decay = config.ema.decay

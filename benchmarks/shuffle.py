@@ -1,11 +1,12 @@
-"""Measure how well this project and webdataset mix classes, over the same tar shards.
+"""Measure how well this project and webdataset mix classes when they read the same tar shards.
 
     python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]   three minutes; a table
 
 Tar shards of --per-class samples each, with labels but no images, are written twice: sorted by
-class, like a folder of images, and shuffled, like data_prep's shards. webdataset reads them from
-beginning to end. This project reads some batches, as at the start of training. Everything runs in
-one process, because each of several webdataset processes would mix only its own shards.
+class, like a folder of images, and shuffled, like data_prep's shards. webdataset reads both sets of
+shards from beginning to end. This project reads some batches, as at the start of training.
+Everything runs in one process, because each of several webdataset processes would mix only its own
+shards.
 """
 
 from __future__ import annotations

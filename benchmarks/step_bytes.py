@@ -1,11 +1,13 @@
-"""Count what a compiled training step launches and moves, beside timm's model in the same step.
+"""Count the launches and the moved bytes of a compiled training step, and compare them with timm's
+model in the same step.
 
     python benchmarks/step_bytes.py [--sizes s16 b16 l16 h14] [--out FILE.json]
 
-No GPU is needed: torch's real host code runs on a GPU that computes nothing (`tests/fake_gpu`), and
-Inductor's kernels are counted as they are launched. The tables give bytes by cause, and a bound: no
-kernel can be faster than its operations at the GPU's peak, or its bytes at its memory bandwidth.
-The sum over all kernels is the shortest time of a step, and a GPU takes longer.
+No GPU is needed, because torch's real host code runs on a fake GPU that computes nothing
+(`tests/fake_gpu`), and Inductor's kernels are counted as they are launched. The tables list bytes
+by cause, and a lower bound for the time. No kernel can be faster than its operations at the GPU's
+peak performance, or than its bytes at the GPU's memory bandwidth. The sum over all kernels is the
+lower bound for a step, and a real GPU takes longer.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SIZES = {
     "l16": ("large_patch16_224", 128),
     "h14": ("huge_patch14_224", 128),
 }
-"""timm's name of each size, and the images of a step."""
+"""Maps each size to timm's name for it, and to the number of images per step."""
 BF16 = ("train.precision=bf16", "train.residual_dtype=bf16")
 OPERANDS = ("operands of matrix products", "attention")
 Count = dict[str, Any]
@@ -57,9 +59,10 @@ def contestants(size: str) -> dict[str, tuple[str, ...]]:
 
 
 def count(settings: tuple[str, ...]) -> Count:
-    """Return the counts of `tests/fake_gpu/counting.py` for the recipe vit_b16."""
+    """Return the counts that `tests/fake_gpu/counting.py` measures for the recipe vit_b16."""
     with tempfile.TemporaryDirectory() as folder:
-        # Inductor does not quote the path of its cache for the compiler of C++.
+        # Inductor does not quote its cache's path when it calls the C++ compiler, so the path must
+        # have no spaces.
         caches = Path(tempfile.gettempdir(), f"vit-step-bytes-{os.getuid()}")
         env = os.environ | build.variables(build.build())
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TORCH_LOGS": "-all"}
@@ -81,7 +84,8 @@ def total_bytes(counts: Count, without: tuple[str, ...] = ()) -> int:
 
 
 def bound(counts: Count, gpu_name: str) -> tuple[float, float]:
-    """Return the shortest time of the step in ms, and the MFU of a step of this time."""
+    """Return the shortest possible time of the step in ms, and the MFU of a step that takes this
+    time."""
     gpu = find_gpu(gpu_name)
     peak = gpu.bf16_tflops * 1e12
     bandwidth = gpu.bandwidth_gbs * 1e9
@@ -89,7 +93,7 @@ def bound(counts: Count, gpu_name: str) -> tuple[float, float]:
         max(num_flops / peak, num_bytes / bandwidth)
         for *_, num_bytes, num_flops in counts["kernels"]
     )
-    # The backward pass of attention computes a fifth of its products for the second time.
+    # Attention's backward pass computes a fifth of its products for the second time.
     useful = sum(
         num_flops * (0.8 if "attention_backward" in name else 1)
         for _, _, name, _, _, num_flops in counts["kernels"]
@@ -98,7 +102,7 @@ def bound(counts: Count, gpu_name: str) -> tuple[float, float]:
 
 
 def tables_of(size: str, counts: dict[str, Count]) -> dict[str, list[list[str]]]:
-    """Return the tables of one size. counts: those of each contestant."""
+    """Return the tables for one size. counts: each contestant's counts."""
     base = counts["timm"]
     names = list(counts)
     causes = sorted(base["causes"], key=lambda name: -base["causes"][name]["bytes"])

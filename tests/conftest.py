@@ -76,8 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     # Use one thread, because two threads sum numbers in a different order. Processes started by
-    # tests also use one thread (`processes.environment`), because more threads would slow each
-    # other down.
+    # tests also use one thread (`processes.environment`), because the threads of several processes
+    # would slow each other down.
     torch.set_num_threads(1)
     forked_workers.install()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

@@ -51,8 +51,8 @@ def test_only_preemption_leaves_a_mark_in_a_new_run(config, tmp_path, monkeypatc
 
 
 def start_while_another_trains(config, run_dir, *overrides: str) -> Run:
-    """Start a run in a new folder. After it has looked for a checkpoint, and before it locks the
-    folder, a real process trains four steps there and ends."""
+    """Start a run in a new folder. After the run has looked for a checkpoint, and before it locks
+    the folder, a real process trains four steps in this folder and exits."""
 
     def train_elsewhere(*_: object) -> dict[str, object]:
         train(config, run_dir, "train.steps=4", "checkpoint.every_steps=2")
@@ -75,7 +75,8 @@ def test_the_second_of_two_starts_in_a_new_folder_looks_again(config, tmp_path):
 
 
 def test_an_ended_start_leaves_no_mark_in_the_folder_of_another_run(config, tmp_path):
-    """The folder did not exist at the start, but another process has created it since."""
+    """The folder did not exist when the run was started, but another process has created it
+    since."""
     run_dir = tmp_path / "run"
 
     def create_elsewhere(*_: object) -> dict[str, object]:

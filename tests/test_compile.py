@@ -1,5 +1,5 @@
-"""Test the number of graphs of a compiled model. Training and evaluation must each use one graph
-for all blocks."""
+"""Test the number of a compiled model's graphs. Training and evaluation must each use one graph for
+all blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vit.step import TrainStep
 from vit.weights.files import load_weights
 
 DEPTH = 27
-"""A depth of nine groups, because Dynamo's limit is eight graphs per function."""
+"""A depth with nine groups of blocks, because Dynamo's limit is eight graphs per function."""
 
 
 class Counter:
@@ -113,7 +113,7 @@ FORMS = [
 
 
 def gradients(model: torch.nn.Module, precision: str) -> list[torch.Tensor]:
-    """Return the logits and the gradients of a step, with the same drops in each call."""
+    """Return the logits and the gradients of a step. The random drops are the same in each call."""
     images = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -123,7 +123,7 @@ def gradients(model: torch.nn.Module, precision: str) -> list[torch.Tensor]:
 
 
 def distance(values: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Return the largest relative distance of two tensors."""
+    """Return the largest relative distance between two corresponding tensors."""
     pairs = zip(values, expected, strict=True)
     return max(float((a - b).norm() / (b.norm() + 1e-6)) for a, b in pairs)
 
@@ -177,8 +177,8 @@ def test_every_mode_needs_the_same_graphs(graphs, mode):
 
 
 def test_micro_batches_for_cuda_graphs_add_up_to_the_same_weights():
-    """A CUDA graph overwrites its results, so the gradients need memory of their own before the
-    first micro-batch."""
+    """A CUDA graph overwrites its results, so separate memory for the gradients must be allocated
+    before the first micro-batch."""
     weights = []
     for has_cuda_graphs in (False, True):
         model = small_vit(16, 2)

@@ -1,4 +1,5 @@
-"""Test the seam of features with two made-up ones: a logger of gradient noise, and a loss."""
+"""Test that features can be added, with two that exist only in this test: a logger of gradient
+noise, and a loss."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @dataclass
 class GradientNoise(Hook):
-    """A made-up logger: writes how much the gradient norm varies between steps."""
+    """An example of a logger. It writes how much the gradient norm varies between steps."""
 
     norms: list[float] = field(default_factory=list)
 
@@ -39,7 +40,7 @@ class GradientNoise(Hook):
 
 
 class SquaredLoss(Objective):
-    """A made-up loss: the squared error of the probabilities (the Brier score)."""
+    """An example of a loss, the squared error of the probabilities (the Brier score)."""
 
     def __init__(self):
         super().__init__(lambda logits, targets: (logits.softmax(1) - targets).square().sum(1))

@@ -31,7 +31,8 @@ SIGNATURES = {
     "load_config": "path overrides used_here",
     "open_split": "root split cache_dir cache_gib retry is_checked versions",
 }
-"""The arguments that users pass by name. The release notes must list every change to them."""
+"""The arguments that users pass by name. The release notes must list every change to these
+arguments."""
 
 
 def test_the_interface_has_these_names_and_arguments():

@@ -130,8 +130,8 @@ ADVICE = (
 def test_the_length_of_a_run_is_logged_after_three_steps(
     step_s, total_steps, kind, expected, config, tmp_path, capsys, monkeypatch
 ):
-    """Two other things take a long time and do not count: the first step, and an evaluation after
-    the second."""
+    """The first step and an evaluation after the second step take a long time, but must not
+    count."""
     now = [1000.0]
     monkeypatch.setattr("vit.monitor.time", SimpleNamespace(perf_counter=lambda: now[0]))
     settings = load_config(config, [*TINY, f"train.steps={total_steps}", "log.every_steps=100"])
@@ -153,7 +153,7 @@ def test_the_length_of_a_run_is_logged_after_three_steps(
                 now[0] += 7 * DAY_S
             printed.append(capsys.readouterr().err.splitlines())
     record.close()
-    # Each step is read when the next one is queued.
+    # The result of each step is read when the next step is queued.
     length = " per step), without evaluations"
     expected = [each + length if each.startswith("about") else each for each in expected]
     assert printed == [[], [], [], expected, [], []]

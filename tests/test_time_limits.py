@@ -1,8 +1,8 @@
 """Test that no test fails because the machine is busy.
 
-A limit that only stops a test that hangs is at least a minute. This test finds such limits if they
-are numbers, or constants of the module: `timeout=`, `wait(...)`, `join(...)`, `communicate(...)`,
-deadlines such as `deadline = time.monotonic() + 20`, and assertions about elapsed time.
+A limit that only stops a hanging test must be at least a minute. This test finds limits that are
+numbers or module constants in `timeout=`, `wait(...)`, `join(...)`, `communicate(...)`, deadlines
+such as `deadline = time.monotonic() + 20`, and assertions about elapsed time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHORT = {
     "helpers/warm_python.py: select": "repeated until the process is stopped",
     "project/test_families.py: run": "the test needs a run that times out",
 }
-"""The calls that may have shorter limits, with the reason."""
+"""Maps each call that may have a shorter limit to the reason."""
 CLOCKS = {"monotonic", "perf_counter", "process_time", "time", "steady_s"}
 WAITS = {"wait", "join", "communicate"}
 

@@ -234,7 +234,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
         time.sleep(0.1)
     assert (tmp_path / "run" / "stopped_early").exists(), "the ranks must save a checkpoint"
     output = background.end()
-    # For each pending request, torch may print a page of stack trace.
+    # For each pending request, torch may print a page-long stack trace.
     assert output.count("TCPStore.cpp") <= 4, "each request to a dead store must not print a page"
 
 

@@ -6,8 +6,8 @@
 
 On a GPU, the check takes at most ten minutes (`--minutes`) and writes `<date>-gpu-<name>.json` and
 `.md` to benchmarks/results. Please send us your results. If a part fails or exceeds its time limit,
-the check reports this and continues. Exit status: 0; 1 if a guarantee is broken; 2 without a GPU,
-or after a user mistake.
+the check reports this and continues. The exit status is 1 if a guarantee is broken, 2 without a GPU
+or after a user mistake, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ ORDER = (
     *("vit_b16", "slots", "waits", "graphs", "memory", "equality", "vit_l16", "vit_h14"),
     *("levers", "determinism", "rank_levers", "pauses", "resume", "ranks"),
 )
-"""The speed of ViT-B/16 first, which is the most wanted number, then the quick guarantees. Kills
-start many processes and come last, so a check that is cut off leaves the most."""
+"""The order of the parts. The speed of ViT-B/16 comes first, because this number is the most
+important one. The quick guarantees follow. The parts with kills start many processes and come last,
+so that a check that is cut off has finished as many parts as possible."""
 
 
 class GpuCheck(NamedTuple):
@@ -282,13 +283,13 @@ def _find_devices(device: str) -> dict[str, Any]:
 
 
 def _take(lines: list[Line], line: Line) -> None:
-    """Append a line, and print it immediately, because the next part may take minutes."""
+    """Append a result line, and print it immediately, because the next part may take minutes."""
     lines.append(line)
     print(line, flush=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End with an error, so that the part that runs, a process group of its own, is killed."""
+    """Raise an error, so that the process group of the running part is killed."""
     raise Interrupted(number, "in the middle of a part")
 
 
@@ -301,8 +302,8 @@ def _write(folder: Path, device: str, device_type: str, title: str, lines: Seque
             if "result" in line.numbers:
                 write_results(folder, line.numbers["result"])
         promised = [line.to_dict() for line in lines if "result" not in line.numbers]
-        # A line replaces the stored line with the same `what`, and the line that says that the part
-        # did not finish. Other lines of the same day are kept.
+        # A new line replaces the stored line with the same `what`, and the line that says that the
+        # part did not finish. All other lines stored on the same day are kept.
         stored = stored_results(results_file(folder, device, device_type)).get("promises", [])
         new = {title, *(line["what"] for line in promised)}
         kept = [line for line in stored if line["what"] not in new]
@@ -310,7 +311,7 @@ def _write(folder: Path, device: str, device_type: str, title: str, lines: Seque
         path = write_document(folder, device, device_type, changes)
         yield Line("results", True, str(path))
 
-    # In a child process, because the results name the GPU: see `_find_devices`.
+    # Write in a child process, because the results contain the GPU's name (see `_find_devices`).
     [line] = run_part("results", write, 120.0)
     if not line.passed:
         raise ValueError(f"--out {folder}: cannot be written ({line.text})")

@@ -1,8 +1,8 @@
 """Run each check of `benchmarks/gpu_check/check.py` in a separate process with a time budget.
 
-Each check yields `Line`s. Its memory, compiled graphs and CUDA errors disappear with its process. A
-check that exceeds its budget is killed together with all processes that it started. Lines that it
-sent before are kept.
+Each check yields `Line`s. A check's memory, compiled graphs and CUDA errors disappear with its
+process. A check that exceeds its budget is killed together with all processes that it started.
+Lines that the check sent before are kept.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Line:
 
     what: str
     passed: bool | None
-    """Whether the check passed. None for a measurement without a limit, or a check that cannot
-    run, or has no time left."""
+    """Whether the check passed. None for a measurement without a limit, and for a check that cannot
+    run or has no time left."""
     text: str
     numbers: dict[str, Any] = field(default_factory=dict)
 
@@ -49,10 +49,10 @@ def run_part(
 ) -> list[Line]:
     """Run `part` for at most `budget_s` or `left_s` seconds and return its lines.
 
-    An error or an exceeded budget becomes a failed line. If only `left_s`, the time that is left
-    for all parts, is exceeded, nothing is known about the part, and its line says "not run".
-    `on_line` is called with each line as soon as it arrives. The caller must not have initialized
-    CUDA, because the forked process could not use it.
+    If the part raises an error or exceeds `budget_s`, a failed line is returned. `left_s` is the
+    time left for all parts. If only this time is exceeded, nothing is known about the part, and its
+    line has no verdict. `on_line` is called with each line as soon as it arrives. The caller must
+    not have initialized CUDA, because the forked process could not use it.
     """
     lines: list[Line] = []
 

@@ -1,7 +1,7 @@
 """Check with a small model that training on a device meets its guarantees.
 
-Each function yields `Line`s. Results are compared with a CPU. Most checks also run on a CPU, so
-this module is tested without a GPU.
+Each function yields `Line`s. Results are compared with those computed on a CPU. Most checks also
+run on a CPU, so this module is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ EXACT = (
     "schedule.warmup_epochs=0",
     "train.compile=false",
 )
-"""The settings with which a GPU and a CPU compute equal numbers. The device draws no random
-numbers. The large eps keeps AdamW from scaling up rounding noise in the zero gradients of key
-biases."""
+"""The settings with which a GPU and a CPU compute equal numbers. With these settings, the device
+draws no random numbers. The large eps keeps AdamW from scaling up rounding noise in the zero
+gradients of key biases."""
 STEPS = 20
 WEIGHTS_TOLERANCE = 1e-3
 """The maximum distance between weights, as a fraction of their change in training. On CPUs, kernels
@@ -124,11 +124,11 @@ def page_locked_slots(device: torch.device) -> Iterator[Line]:
     )
 
 
-# --- the same numbers as a CPU --------------------------------------------------------------------
+# --- the same numbers as on a CPU -----------------------------------------------------------------
 
 
 def distance(ours: nn.Module, theirs: nn.Module) -> float:
-    """Return the Euclidean distance between the weights of two models."""
+    """Return the Euclidean distance between two models' weights."""
 
     def weights(model: nn.Module) -> Tensor:
         return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
@@ -137,7 +137,8 @@ def distance(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def equals_the_cpu(device: torch.device) -> Iterator[Line]:
-    """Check that fp32 training, augmentation and evaluation produce a CPU's results."""
+    """Check that fp32 training, augmentation and evaluation produce the same results as on a
+    CPU."""
     config = recipe(*SMALL, *EXACT)
     cpu = torch.device("cpu")
     reference, batches = make_step(config, cpu)

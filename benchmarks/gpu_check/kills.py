@@ -1,4 +1,5 @@
-"""Kill training runs, compare resumed with uninterrupted runs, and time the detection of kills.
+"""Kill training runs, compare resumed runs with uninterrupted runs, and time the detection of
+kills.
 
 The runs train on a few generated images, and use the same commands as users.
 """

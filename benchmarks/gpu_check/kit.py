@@ -1,10 +1,11 @@
-"""Gather what a GPU machine without internet needs for `lease.sh`: wheels, and shards of images.
+"""Gather the wheels and the image shards that a GPU machine without internet needs for `lease.sh`.
 
     make lease-kit IMAGES=CIFAR-10-images    # with train/<class>/*.jpg and test/<class>/*.jpg
     python benchmarks/gpu_check/kit.py CIFAR-10-images --out build/lease --mib 52 --python 3.12
 
-The kit has wheels of the packages that PyTorch's images lack, and as many images as fit into the
-rest of `--mib`, the same number from each class. Five sixths of them are for training.
+The kit has wheels of the packages that PyTorch's container images lack. The remaining part of
+`--mib` is filled with images, with an equal share of the space for each class. Five sixths of the
+space are for training images.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ PACKAGES = (
     *("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "simplejpeg"),
     "google-crc32c",
 )
-"""The packages without which `vit` cannot be imported where torch, timm and their needs are."""
+"""The packages that `vit` needs in addition to torch, timm and their dependencies."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 SHARES = {"train": 5 / 6, "test": 1 / 6}
 BYTES_AROUND_AN_IMAGE = 1_750
-"""The headers and padding of an image and its label in a tar."""
+"""The bytes of headers and padding for an image and its label in a tar."""
 
 
 def main() -> None:
     args = read_command_line()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the kit, so that one `rename` completes it.
+    # Build in a folder beside the kit's, so that a single `rename` creates the complete kit.
     with tempfile.TemporaryDirectory(prefix=".vit-lease-", dir=args.out.parent) as scratch:
         folder = Path(scratch, "kit")
         download_wheels(folder / "wheels", args.python)
@@ -44,7 +45,7 @@ def main() -> None:
         command = [sys.executable, "-m", "data_prep.imagefolder", str(images)]
         shards = folder / "shards"
         run([*command, "--out", str(shards), "--num-shards", "4"], f"no shards of {args.images}")
-        (shards / "contact_sheet.png").unlink()  # a megabyte for people
+        (shards / "contact_sheet.png").unlink()  # takes a megabyte and is not needed for training
         size_mib = size_of(folder) / 2**20
         folder.rename(args.out)
     print(f"{args.out}: {count:,} images, {size_mib:.1f} MiB with the wheels")
@@ -67,7 +68,7 @@ def read_command_line() -> Namespace:
 
 
 def download_wheels(folder: Path, python: str) -> None:
-    """Download the wheels of PACKAGES, in the versions of this environment."""
+    """Download the wheels of PACKAGES, in the versions that this environment has."""
     platforms = [flag for name in PLATFORMS for flag in ("--platform", name)]
     options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", *platforms]
     line = [*options, "--python-version", python, "--dest", str(folder), *_with_versions()]
@@ -89,7 +90,8 @@ def _with_versions() -> Iterator[str]:
 
 
 def link_images(images: Path, folder: Path, free_bytes: float) -> int:
-    """Link as many images of each class to `folder` as fit into `free_bytes`; return the number."""
+    """Link images to `folder`, as many of each class as fit into `free_bytes`. Return their
+    number."""
     count = 0
     for split, share in SHARES.items():
         classes = sorted(each for each in (images / split).iterdir() if each.is_dir())
@@ -106,7 +108,7 @@ def link_images(images: Path, folder: Path, free_bytes: float) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Return the size of all files in `folder` in bytes."""
+    """Return the total size of all files in `folder` in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

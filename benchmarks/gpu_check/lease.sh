@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measure a GPU that is lent for minutes, on a machine without internet and without this project's
-# packages, in at most 12 minutes. Each stage writes its files to OUT before the next one begins, so
-# a machine that is taken away leaves what was measured. `make lease-kit` gathers KIT beforehand.
+# packages, in at most 12 minutes. Each stage writes its files to OUT before the next stage begins.
+# The files of finished stages therefore remain if the machine is taken away. `make lease-kit`
+# gathers KIT beforehand.
 #
 #   OUT=results bash benchmarks/gpu_check/lease.sh build/lease
 #   OUT=results DEVICE=cpu EPOCHS=2 bash benchmarks/gpu_check/lease.sh build/lease     # rehearsal
@@ -22,8 +23,8 @@ exec > >(tee -a "$out/log.txt") 2>&1
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-# A stage runs in the background, because bash handles a signal only after the command that it waits
-# for, and would then begin the next stage.
+# Each stage runs in the background. Otherwise, bash would handle a signal only after the stage, and
+# would then begin the next stage.
 stop() {
   local process
   for process in $(jobs -p); do
@@ -33,7 +34,7 @@ stop() {
   exit 143
 }
 trap stop INT TERM
-# Nothing is installed over the machine's own packages, such as its torch.
+# No package replaces one of the machine's own packages, such as its torch.
 python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$kit"/wheels/*.whl
 export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 

@@ -1,8 +1,9 @@
-"""Measure each setting for speed and memory, off and on, in one process or on two ranks.
+"""Measure speed and memory without and with each setting that may improve them (a lever), in one
+process or on two ranks.
 
 A lever must not change the loss after 200 steps by more than `LOSS_TOLERANCE`. Its gain is only
 reported, because it depends on the GPU. The models learn scikit-learn's handwritten digits, so that
-the loss means something. This module also runs on a CPU at a small size.
+the loss is meaningful. This module also runs on a CPU with a small model.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from vit.training.step_result import StepResult
 
 NUM_STEPS = 200
 LOSS_TOLERANCE = 0.1
-"""The maximum difference between losses, in nats. After 150 steps of the demo, the losses of five
-seeds span .15, and bf16 tokens change the loss of a seed by at most .02 (docs/experiments)."""
+"""The maximum difference between losses, in nats. After 150 steps of the demo, the losses with five
+seeds have a range of .15, and bf16 tokens change the loss with the same seed by at most .02
+(docs/experiments)."""
 NOTABLE = 0.02
-"""The smallest relative gain in speed or memory for which a lever is recommended."""
+"""The smallest relative gain in speed or memory at which a lever is recommended."""
 PLAIN = (
     "model.drop_path_rate=0.0",
     "augment.randaugment_layers=0",
@@ -71,7 +73,8 @@ LEVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention: flash3": ((), ("train.attention=flash3",)),
 }
 """Maps each lever to the settings without and with it. Slow levers come late, because a part that
-exceeds its time keeps its earlier lines. flash3 is last, because torch keeps it installed."""
+exceeds its time limit keeps its earlier lines. flash3 is last, because it stays installed in torch
+until the process ends."""
 NEW_LINE = "\n"
 HANG_S = 8
 """`run.hang_timeout_s` of the run in which a rank is stopped."""
@@ -87,7 +90,7 @@ class Measured:
 
 
 def compare(what: str, off: Measured, on: Measured) -> Line:
-    """Return a row of the table: images/s, memory, loss, and whether to turn the lever on."""
+    """Return a row of the table, with images/s, memory, loss, and whether to turn the lever on."""
     faster = on.images_per_s / off.images_per_s - 1
     smaller = 1 - on.memory_gib / off.memory_gib if off.memory_gib else 0.0
     apart = abs(on.loss - off.loss)
@@ -116,7 +119,7 @@ def on_one_device(device: torch.device, *overrides: str, num_steps: int) -> Iter
                 if settings not in measured:
                     config = _config(*overrides, *settings)
                     measured[settings] = measure(config, device, num_steps)
-        except ValueError as error:  # the kernel does not exist here
+        except ValueError as error:  # this device does not have the kernel
             yield Line(what, None, str(error))
             continue
         except RuntimeError as error:  # the next levers may still work
@@ -126,7 +129,8 @@ def on_one_device(device: torch.device, *overrides: str, num_steps: int) -> Iter
 
 
 def _config(*settings: str) -> Config:
-    """Return a recipe with `settings`, in which `micro_batch/2` stands for half of the batch."""
+    """Return a recipe with `settings`, in which `micro_batch/2` means a micro-batch of half the
+    batch."""
     config = recipe(*PLAIN, *(each for each in settings if "micro_batch/" not in each))
     parts = [int(each.rpartition("/")[2]) for each in settings if "micro_batch/" in each]
     size = config.data.global_batch_size // (parts[0] if parts else 1)
@@ -135,7 +139,8 @@ def _config(*settings: str) -> Config:
 
 
 def measure(config: Config, device: torch.device, num_steps: int) -> Measured:
-    """Train on digits for `num_steps` steps. The speed is that of the last three quarters."""
+    """Train on digits for `num_steps` steps. The speed is measured over the last three quarters of
+    the steps."""
     torch._dynamo.reset()
     plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
     step = create_step(config, plan, CLASSES, World(0, 1, device))
@@ -186,7 +191,8 @@ def digit_batches(config: Config, device: torch.device) -> Sequence[Batch]:
 
 
 def on_two_ranks(place: Place, *overrides: str, num_steps: int) -> Iterator[Line]:
-    """Compare sums in bf16 and NCCL's flight recorder with the plain path, and stop a rank."""
+    """Compare bf16 sums and NCCL's flight recorder with plain training, and test how a stopped rank
+    is reported."""
     steps = (f"train.steps={num_steps}", f"eval.every_steps={num_steps}", *overrides)
     plain = _train(place, "plain", *steps)
     yield compare("gradients summed in bf16", plain, _train(place, "bf16", *steps, IN_BF16))
@@ -228,7 +234,7 @@ def hung_rank(place: Place) -> Iterator[Line]:
             stopped = rank_process(process.pid, 1)
             os.kill(stopped, signal.SIGSTOP)
             message = _message(process.stderr.fileno(), b"error: rank 1 ")
-            os.kill(stopped, signal.SIGKILL)  # torchrun would wait 30 s for it
+            os.kill(stopped, signal.SIGKILL)  # torchrun would wait 30 s for this rank to exit
             process.wait()
         finally:
             if process.poll() is None:
@@ -245,7 +251,8 @@ def hung_rank(place: Place) -> Iterator[Line]:
 
 
 def _message(descriptor: int, start: bytes, timeout_s: float = 120.0) -> str:
-    """Return the line of a process's output that begins with `start`, or "" if it ends without."""
+    """Return the line of a process's output that begins with `start`, or "" if the output ends
+    without such a line."""
     os.set_blocking(descriptor, False)
     seen = b""
     deadline = time.monotonic() + timeout_s

@@ -1,12 +1,13 @@
-"""Train a small ViT on real images, once undisturbed and once killed in the middle and resumed.
+"""Train a small ViT on real images twice. One run is undisturbed, and the other run is killed in
+the middle and resumed.
 
     python benchmarks/gpu_check/real_images.py SHARDS --out FOLDER
     python benchmarks/gpu_check/real_images.py SHARDS --out FOLDER --device cpu --epochs 2
 
-The recipe is small/distributed_vit_cifar10, on as many images as SHARDS has. With
-`train.deterministic`, both runs must end with the same bits. The result of each run is written to
-FOLDER/real_images.json when the run ends, and its metrics are copied to FOLDER. Exit status: 0; 1
-if the weights differ; 2 after a user mistake.
+The recipe is small/distributed_vit_cifar10, applied to all images in SHARDS. With
+`train.deterministic`, both runs must end with bit-identical weights. The result of each run is
+written to FOLDER/real_images.json when the run ends, and its metrics are copied to FOLDER. The exit
+status is 1 if the weights differ, 2 after a user mistake, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def read_command_line() -> Namespace:
 
 
 def train(place: Place, run_dir: Path, *, kill: bool) -> dict[str, Any]:
-    """Train to the end, after a `kill -9` in the middle if `kill`, and summarize the run."""
+    """Train to the end, and summarize the run. If `kill` is true, kill the run in the middle with
+    SIGKILL, and resume it."""
     began_s = time.monotonic()
     command = place.command(run_dir, "train.deterministic=true")
     if kill:
@@ -123,7 +125,7 @@ def _num_steps(run_dir: Path) -> int:
 
 
 def _content_sha256(path: Path) -> str:
-    """Hash names and values of all tensors of a checkpoint."""
+    """Hash the names and values of all tensors in a checkpoint."""
     digest = hashlib.sha256()
     for name, tensor in sorted(load_file(path).items()):
         digest.update(name.encode() + tensor.numpy().tobytes())

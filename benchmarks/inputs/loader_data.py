@@ -37,8 +37,8 @@ NUM_SHARDS = 8
 GRAIN = 15.0
 SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
 SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
-"""The probabilities of the image sizes. The last is for all other sizes, a tenth of which are
-large."""
+"""The probabilities of the image sizes. The last probability is for all other sizes, a tenth of
+which are large."""
 QUALITIES = ((75, 80, 85, 90, 92, 94, 95, 96), (0.12, 0.08, 0.12, 0.15, 0.10, 0.13, 0.15, 0.15))
 """The JPEG qualities and their probabilities."""
 NUM_WINDOWS = 320
@@ -192,7 +192,7 @@ def cut_windows(data: Data, out: Path) -> None:
 
 
 def describe(data: Data) -> str:
-    """Describe in one line the number of images, their bytes, and the bits per pixel."""
+    """Describe the images in one line, with their number, their bytes, and their bits per pixel."""
     sizes_bytes = []
     pixels = []
     for file in data.files:

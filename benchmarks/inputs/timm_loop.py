@@ -1,4 +1,4 @@
-"""Train with a plain loop of timm's parts that reads this project's configs.
+"""Train with a plain loop that combines timm's parts and reads this project's configs.
 
     tars -> torch's DataLoader with timm's transforms -> timm's Mixup -> timm's model and loss
          -> timm's optimizer and schedule; after each epoch all images are evaluated
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 class TarImages(Dataset[tuple[Tensor, int]]):
-    """The images in tars with `<key>.jpg` and `<key>.cls`, read by their offsets."""
+    """A data set that reads images by their offsets from tars with `<key>.jpg` and `<key>.cls`."""
 
     def __init__(self, tars: list[Path], transform: Callable[[Image.Image], Tensor]):
         self.transform = transform

@@ -177,14 +177,15 @@ def rights(trainings: Sequence[Training], weights: str = "model") -> NDArray[np.
 def difference(
     first: NDArray[np.bool_], second: NDArray[np.bool_], groups: NDArray[np.int64]
 ) -> Difference:
-    """Compare two sides over seeds and images. first, second: (S, N) masks of correct images.
+    """Compare the accuracies of two sides over seeds and images. first, second: (S, N) masks of
+    correct images.
 
     groups: (N,) the original of each image. Seeds and originals are both random samples, because
     the mean would change with other seeds and other digits. The differences form a table of seeds
     by originals with two random effects (Cornfield & Tukey 1956, Annals of Mathematical Statistics
     27, 907-949). The mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O), with
     Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2, 110-114). This estimate can be
-    below the variance of seeds or of originals. The largest of the three is used.
+    below the variance of seeds or the variance of originals, so the largest of the three is used.
     """
     table = second.astype(np.float64) - first
     num_seeds, num_images = table.shape
@@ -226,7 +227,7 @@ def difference(
 def originals(root: str | Path, split_name: str) -> NDArray[np.int64]:
     """Return the index (N,) of each image's original. `digit0012_03` belongs to `digit0012`.
 
-    A key without such an ending is its own original.
+    A key without such an ending names its own original.
     """
     split = open_split(root, split_name)
     names = [re.sub(r"_\d+$", "", split.key(i)) for i in range(len(split))]

@@ -2,11 +2,11 @@
 
     python benchmarks/planner/planner_error.py
 
-`timm_vit_throughput.csv` has rows of timm's tables for plain ViTs
-(huggingface/pytorch-image-models@aa4b5850, results/benchmark-*.csv), with the work of an image
-(`vit.extras.planner.roofline.Work`) and the number of attention scores, counted on timm's models.
-`vit/extras/planner/published.json` has published trainings. `fit_rates` fits the constants of the
-roofline.
+`timm_vit_throughput.csv` has the rows for plain ViTs from timm's tables
+(huggingface/pytorch-image-models@aa4b5850, results/benchmark-*.csv). The work per image
+(`vit.extras.planner.roofline.Work`) and the number of attention scores are added, as counted on
+timm's models. `vit/extras/planner/published.json` contains the speeds of published trainings.
+`fit_rates` fits the roofline's constants.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from vit.training.plan import make_plan
 
 TABLE = Path(__file__).parent / "timm_vit_throughput.csv"
 SCORE_ELEMENTS = 1.5
-"""The elements that torch 1.12 moves for each attention score, as it lacks fused attention."""
+"""The number of elements that torch 1.12 moves for each attention score, because it lacks fused
+attention."""
 BRACKETS = (
     ("vit_ti16", 384, 128, 192),
     ("vit_s16", 224, 384, 512),
@@ -44,15 +45,17 @@ BRACKETS = (
     ("vit_l16", 384, 12, 16),
     ("vit_h14", 224, 16, 24),
 )
-"""(model, image size, largest batch of timm's table that fits an RTX 3090, next batch tried)."""
+"""Each row contains a model, an image size, the largest batch size in timm's table that fits into
+an RTX 3090's memory, and the next larger batch size that was tried."""
 SCORE_BYTES = 6
-"""The bytes that torch 1.12 stored for each attention score: the softmax in fp32, its copy in
-fp16."""
+"""The number of bytes that torch 1.12 stored for each attention score, for the softmax in fp32 and
+its copy in fp16."""
 REFERENCE_MODEL = "vit_base_patch16_224 at 224"
 MAX_Q = replace(find_gpu("RTX-PRO-6000"), name="RTX-PRO-6000 Max-Q", bf16_tflops=438.9)
 Numbers = list[float] | np.ndarray[Any, np.dtype[np.float64]]
 Measured = list[tuple[str, Work, float]]
-"""(model and image size, work of an image, measured images per second)."""
+"""Tuples of the model with its image size, the work per image, and the measured images per
+second."""
 
 
 def read_column(column: str) -> Measured:
@@ -76,10 +79,10 @@ def read_column(column: str) -> Measured:
 
 
 def fit_rates(rows: list[tuple[Work, float, Gpu]]) -> tuple[float, float]:
-    """Return the share of the peak, and the bytes per element, that fit best.
+    """Return the fraction of peak performance, and the bytes per element, that fit the rows best.
 
     rows: (work, measured images per second of one GPU, GPU). Large relative errors count by their
-    square root, so that outliers do not decide (iteratively reweighted least squares).
+    square root, so that outliers do not dominate (iteratively reweighted least squares).
     """
     terms = np.array([_terms(work, gpu) for work, _, gpu in rows])
     measured_s = np.array([1 / rate for _, rate, _ in rows])
@@ -102,7 +105,7 @@ def predict(work: Work, gpu: Gpu, rates: tuple[float, float]) -> float:
 
 
 def compiled_training() -> list[tuple[Work, float, Gpu]]:
-    """Return the published compiled trainings without data, for `fit_rates`."""
+    """Return the published compiled trainings that load no data, for `fit_rates`."""
     return [
         _as_row(run) for run in published_runs() if run["kind"] == "compute" and run["compiled"]
     ]
@@ -121,13 +124,15 @@ def eager_training() -> list[tuple[Work, float, Gpu]]:
 
 
 def as_markdown(*rows: tuple[object, ...]) -> str:
-    """Return a Markdown table. The first row is the head, and numbers follow the first column."""
+    """Return a Markdown table. The first row is the header, and all columns but the first contain
+    numbers."""
     head, *body = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([head, "|---|" + "---:|" * (len(rows[0]) - 1), *body])
 
 
 def errors(name: str, predicted: Numbers, measured: Numbers) -> tuple[object, ...]:
-    """Return a row with the median and the 90 % quantile of the error, and a share of the rows."""
+    """Return a row with the median and the 90 % quantile of the errors, and the share of errors
+    within a limit."""
     error = np.abs(np.log(np.array(predicted) / np.array(measured)))
     median, most = (100 * (math.exp(np.quantile(error, q)) - 1) for q in (0.5, 0.9))
     share = 100 * (error <= math.log(WITHIN)).mean()
@@ -158,7 +163,7 @@ def published_table() -> str:
 
 
 def training_errors() -> str:
-    """Return a table of errors for trainings that are computation only."""
+    """Return a table of errors for trainings that only compute and load no data."""
     runs = [run for run in published_runs() if run["kind"] == "compute"]
     compiled = [run for run in runs if run["compiled"]]
     alone = []

@@ -1,8 +1,9 @@
 """Count lost, repeated and changed samples in the steps that made the final weights.
 
-The input is the log of `probe.py`. A step of a life is part of the final weights unless a later
-life starts at or before this step. These steps in their order are the *lineage*. All counts are
-sums over plain lists, so that they can be checked by hand.
+The input is the log of `probe.py`. A life is one start of the run, until the run is killed or ends.
+A step of a life is part of the final weights unless a later life starts at or before this step. The
+steps in the final weights, in their order, are the *lineage*. All counts are sums over plain lists,
+so that they can be checked by hand.
 """
 
 from __future__ import annotations
@@ -16,33 +17,37 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank saw in one step."""
+    """The samples that one rank saw in one step."""
 
     life: int
     rank: int
     step: int
     samples: tuple[tuple[int, float], ...]
-    """Number and augmentation of each sample of this rank's batch."""
+    """The number and augmentation of each sample in this rank's batch."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The figures of one row."""
+    """The figures in one row of the table."""
 
     steps: int
-    """Steps in the lineage."""
+    """The number of steps in the lineage."""
     lost: int
-    """Samples that do not occur in the last epoch of the lineage."""
+    """The number of samples that do not occur in the last epoch of the lineage."""
     repeated: int
-    """Occurrences of samples in the last epoch beyond their first."""
+    """The number of occurrences of samples in the last epoch, not counting each sample's first
+    occurrence."""
     resumed: int
-    """Steps of the undisturbed run after the first saved state from which a life resumed."""
+    """The number of steps of the undisturbed run after the first saved state from which a life
+    resumed."""
     equal_batches: int
-    """The number of `resumed` steps with the undisturbed run's sample numbers, over all ranks."""
+    """The number of `resumed` steps that have the undisturbed run's sample numbers, over all
+    ranks."""
     equal_augmentations: int
-    """The number of `resumed` steps with the undisturbed run's sample numbers and augmentations."""
+    """The number of `resumed` steps that have the undisturbed run's sample numbers and
+    augmentations."""
     done_again: int
-    """Steps that were trained but are not part of the final weights."""
+    """The number of steps that were trained but are not part of the final weights."""
     ends_together: bool
     """Whether all ranks of each step are present, and all ranks ended at the same step."""
 
@@ -53,8 +58,9 @@ class Counts:
 def read_log(log: Path) -> list[Step]:
     """Return the steps of all lives and ranks.
 
-    If the step of a rank goes back within a life, the library has restored the weights, as after a
-    warm-up pass of DDP. The lines before, from this step on, are not in the weights: drop them.
+    If a rank's step number decreases within a life, the library has restored the weights, as after
+    a warm-up pass of DDP. Earlier lines with this or a later step number are then not in the
+    weights, and are dropped.
     """
     steps = []
     for path in sorted(log.glob("life_*_rank_*.jsonl")):
@@ -74,15 +80,16 @@ def _before(steps: list[Step], number: int) -> list[Step]:
 
 
 def read_end(log: Path, life: int) -> int | None:
-    """Return the steps in the weights of a life that ended by itself, if the probe wrote them."""
+    """Return the number of steps in the weights of a life that ended by itself, if the probe wrote
+    it."""
     path = log / f"life_{life}_rank_0.end"
     return int(path.read_text()) if path.exists() else None
 
 
 def lineage(steps: list[Step], end: int | None = None) -> list[list[Step]]:
-    """Return the ranks' parts of each step that is part of the final weights, in order.
+    """Return, in order, the ranks' parts of each step that is part of the final weights.
 
-    end: the number of steps in the final weights, needed if the last life made no step.
+    end: the number of steps in the final weights, which is needed if the last life made no step.
     """
     first = {life: min(s.step for s in steps if s.life == life) for life in {s.life for s in steps}}
     kept = [

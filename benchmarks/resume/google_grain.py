@@ -1,4 +1,4 @@
-"""Grain's DataLoader, whose iterator state each rank saves.
+"""Resume with Grain's DataLoader, whose iterator state each rank saves.
 
 https://google-grain.readthedocs.io/en/latest/tutorials/data_loader_tutorial.html: the sampler gives
 a "per-record Random Number Generator"; "the checkpoint contains the string representation of the
@@ -16,7 +16,8 @@ from probe import EPOCHS, RANK, RANK_BATCH, SAMPLES, SEED, WORKERS, WORLD, Train
 
 
 class Augment(grain.RandomMapTransform):
-    """Draws the augmentation with the generator that Grain gives to each record."""
+    """A transform that draws the augmentation with the generator that Grain gives to each
+    record."""
 
     def random_map(self, element: int, rng: np.random.Generator) -> dict[str, Any]:
         return {"number": element, "augmentation": rng.random()}
@@ -47,4 +48,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)  # Grain's workers need absl's flags
+    app.run(main)  # Grain's workers need absl's parsed flags

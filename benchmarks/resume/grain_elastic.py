@@ -1,4 +1,4 @@
-"""Grain's experimental `ElasticIterator`, whose state each rank saves.
+"""Resume with Grain's experimental `ElasticIterator`, whose state each rank saves.
 
 Its docstring (https://github.com/google/grain/blob/main/grain/_src/python/dataset/elastic_iterator.py):
 "Iterator supporting recovery from a checkpoint after changes in sharding"; "State of any shard can
@@ -15,7 +15,8 @@ from probe import BATCH, EPOCHS, RANK, SAMPLES, SEED, WORKERS, WORLD, Training
 
 
 class Augment(grain.RandomMapTransform):
-    """Draws the augmentation with the generator that Grain gives to each record."""
+    """A transform that draws the augmentation with the generator that Grain gives to each
+    record."""
 
     def random_map(self, element: int, rng: np.random.Generator) -> dict[str, Any]:
         return {"number": element, "augmentation": rng.random()}
@@ -41,4 +42,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)  # Grain's workers need absl's flags
+    app.run(main)  # Grain's workers need absl's parsed flags

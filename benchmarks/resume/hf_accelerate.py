@@ -1,11 +1,11 @@
-"""Accelerate's `save_state`, `load_state` and `skip_first_batches`.
+"""Resume with Accelerate's `save_state`, `load_state` and `skip_first_batches`.
 
 https://huggingface.co/docs/accelerate/usage_guides/checkpoint: "it may also be desirable to resume
 from a particular point in the active DataLoader if the state was saved during the middle of an
 epoch. You can use skip_first_batches() to do so." The loop follows Accelerate's example
 (https://github.com/huggingface/accelerate/blob/main/examples/complete_cv_example.py).
 
-Variants that this page does not name: "seedable sampler" sets `use_seedable_sampler` of
+Variants that this page does not mention: "seedable sampler" sets `use_seedable_sampler` of
 `DataLoaderConfiguration` and calls `set_epoch` ("without set_epoch" does not call it); "stateful
 loader" sets `use_stateful_dataloader`, as Accelerate's example by_feature/checkpointing.py does.
 """

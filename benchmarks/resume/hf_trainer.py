@@ -1,4 +1,4 @@
-"""The Trainer of Transformers with `resume_from_checkpoint=True`.
+"""Resume with Transformers' Trainer and `resume_from_checkpoint=True`.
 
 https://huggingface.co/docs/transformers/main_classes/trainer: "ignore_data_skip (bool, defaults to
 False): When resuming training, whether or not to skip the epochs and batches to get the data

@@ -1,4 +1,4 @@
-"""LitData's `StreamingDataset` and `StreamingDataLoader`, whose state each rank saves.
+"""Resume with LitData's `StreamingDataset` and `StreamingDataLoader`, whose state each rank saves.
 
 https://github.com/Lightning-AI/litData#pause-resume: "if interrupted, pick up right where you left
 off without any issues. LitData provides a stateful Streaming DataLoader e.g. you can pause and

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with `ModelCheckpoint` and `ckpt_path="last"`.
+"""Resume with Lightning's Trainer, `ModelCheckpoint` and `ckpt_path="last"`.
 
 https://lightning.ai/docs/pytorch/stable/common/checkpointing_basic.html: "Lightning saves
 everything you need to restore a model even in the most complex distributed training environments",
@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class Module(lightning.LightningModule):
-    """The probe with its optimizer."""
+    """A Lightning module with the probe and its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,4 +55,4 @@ if __name__ == "__main__":
         logger=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Module(), loader, ckpt_path="last")  # starts if there is no checkpoint
+    trainer.fit(Module(), loader, ckpt_path="last")  # starts from step 0 if there is no checkpoint

@@ -1,4 +1,4 @@
-"""Run a contestant in several lives, each of which but the last is ended by SIGKILL."""
+"""Run a contestant in several lives. SIGKILL ends each life except the last."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LONGEST_S = 300.0
-"""A life that takes longer is reported as hanging. Lives take 5 to 30 s."""
+"""The time limit of a life, in seconds. A life that takes longer is reported as hanging. Lives
+usually take 5 to 30 s."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """One start of a run: its ranks and workers, and the step after which it is killed."""
+    """One start of a run, with its ranks and workers, and the step after which the run is
+    killed."""
 
     ranks: int = 1
     workers: int = 2
@@ -30,8 +32,8 @@ class Life:
 
 
 def live(script: str, variant: str, folder: Path, number: int, life: Life) -> str:
-    """Start life `number` (from 1) of the run in `folder`. Return how it ended, "" if all ranks
-    ended with status 0 or were killed as intended."""
+    """Start life `number` (from 1) of the run in `folder`. Return how the life ended, or "" if all
+    ranks ended with status 0 or were killed as intended."""
     log = folder / "log"
     log.mkdir(parents=True, exist_ok=True)
 
@@ -106,8 +108,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], log: Path, number: int) -> str:
 
 
 def _error(folder: Path, number: int, statuses: list[int]) -> str:
-    """Return the first exception that the first failed rank printed, with the line of code that
-    raised it if it has no text, or else the last line."""
+    """Return the first exception that the first failed rank printed. If the exception has no text,
+    add the line of code that raised it. If the rank printed no exception, return the last line of
+    its output."""
     rank = next(i for i, status in enumerate(statuses) if status not in (0, -signal.SIGKILL))
     text = (folder / f"life_{number}_rank_{rank}.txt").read_text(errors="replace")
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.splitlines()]
@@ -119,5 +122,5 @@ def _error(folder: Path, number: int, statuses: list[int]) -> str:
 
 
 def copy_run(source: Path, target: Path) -> None:
-    """Copy a run with its first life, so that several runs continue from the same kill."""
+    """Copy a run after a kill, so that several runs can continue from the same kill."""
     shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("ended.txt"))

@@ -1,4 +1,4 @@
-"""MosaicML Streaming: `StreamingDataset` and `StreamingDataLoader`, whose state rank 0 saves.
+"""Resume with MosaicML's `StreamingDataset` and `StreamingDataLoader`, whose state rank 0 saves.
 
 https://docs.mosaicml.com/projects/streaming/en/stable/distributed_training/fast_resumption.html:
 "Streaming allows for immediate and deterministic resumption in the middle of an epoch"; "simply
@@ -17,7 +17,8 @@ SHARDS = SHARED / "mds"
 
 
 class Numbers(StreamingDataset):
-    """Augments each sample in `__getitem__`, where the documentation places transforms."""
+    """A data set that augments each sample in `__getitem__`, where the documentation places
+    transforms."""
 
     def __getitem__(self, at: int) -> Any:
         return augment(super().__getitem__(at)["number"])
@@ -29,7 +30,7 @@ def main() -> None:
             for number in range(SAMPLES):
                 writer.write({"number": number})
     training = Training()
-    clean_stale_shared_memory()  # of the killed run
+    clean_stale_shared_memory()  # left by the killed run
     samples = Numbers(local=str(SHARDS), shuffle=True, batch_size=RANK_BATCH)
     loader = StreamingDataLoader(
         samples, batch_size=RANK_BATCH, num_workers=WORKERS, drop_last=True

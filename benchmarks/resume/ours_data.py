@@ -1,7 +1,8 @@
-"""Shards of tiny images that carry their number in their pixels, for this project's contestants.
+"""Write shards of tiny images that encode their number in their pixels, for this project's
+contestants.
 
 Red and green are constant and encode the number, so no crop changes them. Blue grows from the top
-left to the bottom right, so each crop has another blue.
+left to the bottom right, so each crop has different blue values.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def make_shards() -> Path:
 
 
 def read_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number and the augmentation, a checksum of all bits, of each image.
+    """Return the number of each image, and its augmentation as a checksum of all bits.
 
     images: (B, 3, H, W), scaled to [0, 1].
     """

@@ -1,9 +1,9 @@
-"""This project's trainer: the same command resumes.
+"""Resume with this project's trainer, by running the same command again.
 
 docs/resume.md: "If run.dir contains a checkpoint, training continues from its step. On any number
 of ranks, the resumed run uses the same batches, crops, mixing and learning rates, because they
 depend only on the seed and the step." `vit.fit` is what launch/train.py calls. The probe is
-registered with timm, as docs/own_loop.md says for own models.
+registered with timm, as docs/own_loop.md says for a user's own models.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ import vit
 
 
 class ImageProbe(nn.Module):
-    """Logs the numbers and augmentations in the pixels."""
+    """A model that logs the numbers and augmentations encoded in the pixels."""
 
     steps: Tensor
 
@@ -29,7 +29,7 @@ class ImageProbe(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.training and not images.is_meta:  # operations are counted on the meta device
+        if self.training and not images.is_meta:  # on the meta device, operations are only counted
             log_step(self.steps, *read_pixels(images))
         return self.head(images.mean((1, 2, 3))[:, None])
 

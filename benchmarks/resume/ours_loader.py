@@ -1,4 +1,4 @@
-"""This project's loader in a plain loop.
+"""Resume with this project's loader in a plain loop.
 
 docs/own_loop.md: "`create_loader(..., start=step)` starts at the batch of that step. The loader has
 no other state to save." "Each rank gets its rows of the global batch."

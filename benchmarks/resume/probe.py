@@ -1,10 +1,11 @@
 """Log what a model sees, and let the benchmark kill the run between two steps.
 
-Each contestant trains a `Probe` on samples that consist of their number and one random number, the
-"augmentation", which the library's workers draw. `Probe.forward` appends one line per step to
-log/life_<n>_rank_<r>.jsonl: the step, the sample numbers and the augmentations. The step is counted
-in a buffer of the model, which a checkpoint stores with the weights, so the log shows which steps
-the weights contain, whatever the library believes.
+Each contestant trains a `Probe` on samples that consist of a sample number and one random number.
+The library's workers draw the random number, which is called the "augmentation". `Probe.forward`
+appends one line per step to log/life_<n>_rank_<r>.jsonl: the step, the sample numbers and the
+augmentations. The steps are counted in a buffer of the model. A checkpoint stores this buffer with
+the weights, so the log shows which steps the weights contain, even if the library counts
+differently.
 
 After step `RESUME_KILL_AT`, all ranks wait at the start of the next forward pass until they are
 killed (`lives.py`). `resume_truth.py` sets the variables RESUME_* and torchrun's variables.
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 SAMPLES = 10_080
-"""A multiple of the batch on 1, 2 and 3 ranks (60, 30 and 20 per rank), also if two workers share
-the samples of a rank, so that no library has to drop or repeat samples at the end of an epoch."""
+"""The number of samples. It is a multiple of the batch on 1, 2 and 3 ranks (60, 30 and 20 per
+rank), even if two workers share a rank's samples. No library therefore has to drop or repeat
+samples at the end of an epoch."""
 BATCH = 60
 EPOCHS = 2
 STEPS_PER_EPOCH = SAMPLES // BATCH
@@ -34,9 +36,9 @@ STEPS = EPOCHS * STEPS_PER_EPOCH
 SAVE_EVERY = 40
 SEED = 0
 FOLDER = Path(os.environ.get("RESUME_FOLDER", "."))
-"""The folder of the run, the same in all lives."""
+"""The run's folder, which is the same in all lives."""
 SHARED = Path(os.environ.get("RESUME_SHARED", "."))
-"""The folder for data sets, the same for all runs of a contestant."""
+"""The folder for data sets, which is the same for all runs of a contestant."""
 WORKERS = int(os.environ.get("RESUME_WORKERS", "2"))
 VARIANT = os.environ.get("RESUME_VARIANT", "")
 LIFE = int(os.environ.get("RESUME_LIFE", "1"))
@@ -46,11 +48,12 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK_BATCH = BATCH // WORLD
 
 last_step = 0
-"""The number of steps in the weights, as of the last logged step."""
+"""The number of steps in the weights at the last logged step."""
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Any]]):
-    """Map-style samples: their number, and a random number of the worker's torch generator."""
+    """A map-style data set. A sample is its number, and a random number from the worker's torch
+    generator."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -75,11 +78,11 @@ class Probe(nn.Module):
         atexit.register(self._log_end)
 
     def _log_end(self) -> None:
-        """Write how many steps the weights contain when the process ends by itself."""
+        """When the process ends by itself, write how many steps the weights contain."""
         (FOLDER / "log" / f"life_{LIFE}_rank_{RANK}.end").write_text(str(int(self.steps)))
 
     def forward(self, number: Tensor, augmentation: Tensor) -> dict[str, Tensor]:
-        """number, augmentation: (B,). Returns the loss."""
+        """Return the loss. number, augmentation: (B,)."""
         if self.training:
             log_step(self.steps, number, augmentation)
         predicted = self.linear(augmentation.float()[:, None])[:, 0]
@@ -87,7 +90,7 @@ class Probe(nn.Module):
 
 
 def log_step(steps: Tensor, number: Tensor, augmentation: Tensor) -> None:
-    """Append a line to the log and count the step, or wait for the kill."""
+    """Append a line to the log and count the step. At step `KILL_AT`, wait for the kill instead."""
     global last_step
     log = FOLDER / "log"
     log.mkdir(parents=True, exist_ok=True)
@@ -140,7 +143,8 @@ class Training:
         self.optimizer.step()
 
     def save(self, **more: Any) -> None:
-        """Save the state in state_<step>, which gets its name when all ranks have written."""
+        """Save the state in the folder state_<step>, which gets this name after all ranks have
+        written their files."""
         writing = FOLDER / f"writing_{self.done}"
         writing.mkdir(parents=True, exist_ok=True)
         state = {"model": self.probe.state_dict(), "optimizer": self.optimizer.state_dict(), **more}

@@ -1,14 +1,16 @@
-"""Measure what else trainers restore: the optimizer, the schedule and the average of weights.
+"""Test whether trainers also restore the optimizer, the schedule and the averaged weights.
 
     python benchmarks/resume/restored.py --work FOLDER
 
-Each trainer trains the probe twice: once undisturbed, and once killed after step 268 and resumed.
-Before each step of an optimizer, the learning rate and checksums of the optimizer's state and of
-the averaged weights are logged. The first line after the resume is compared with the undisturbed
-run's line of the same step, and the learning rates of all lines after it are compared, too.
+Each trainer trains the probe twice. One run is undisturbed, and the other run is killed after step
+268 and resumed. Before each step of an optimizer, the learning rate and checksums of the
+optimizer's state and of the averaged weights are logged. The first line after the resume is
+compared with the undisturbed run's line for the same step. The learning rates in all later lines
+are compared as well.
 
-These are the trainers' documented means: Accelerate's `register_for_checkpointing`
-(https://huggingface.co/docs/accelerate/usage_guides/checkpoint), Lightning's `EMAWeightAveraging`
+The trainers use the means that their documentation describes: Accelerate's
+`register_for_checkpointing` (https://huggingface.co/docs/accelerate/usage_guides/checkpoint),
+Lightning's `EMAWeightAveraging`
 (https://lightning.ai/docs/pytorch/latest/api/lightning.pytorch.callbacks.WeightAveraging.html), and
 timm's train.py with --model-ema and --start-epoch.
 """
@@ -34,8 +36,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 FIND: dict[str, Callable[[], Any]] = {"step": lambda: probe.last_step, "average": lambda: None}
-"""Functions that return the number of the step that is being made, and the averaged weights of the
-trainer that runs, or None if it has none or (ours) does not hand them out."""
+"""Functions that return the number of the current step, and the averaged weights of the current
+trainer. The averaged weights are None if the trainer has none, or, as ours, does not provide
+them."""
 
 
 def checksum(tensors: Any) -> int:
@@ -120,7 +123,7 @@ def lightning() -> None:
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=EPOCHS, callbacks=[save, average], **quiet
     )
-    FIND["step"] = lambda: trainer.global_step + 1  # the forward pass is in the step
+    FIND["step"] = lambda: trainer.global_step + 1  # the step has begun with its forward pass
     trainer.fit(Scheduled(), make_loader(), ckpt_path="last")
 
 
@@ -182,7 +185,7 @@ def read(folder: Path, life: int) -> dict[int, dict[str, Any]]:
 
 
 def average_in_last_checkpoint(folder: Path) -> int | None:
-    """Return the checksum of the average in our own checkpoints."""
+    """Return the checksum of the averaged weights in our own last checkpoint."""
     from safetensors.torch import load_file
 
     files = sorted((folder / "run" / "checkpoints").glob("step_*/state.safetensors"))

@@ -1,4 +1,4 @@
-"""The contestants, and the table and picture of their counts."""
+"""Define the contestants, and create the table and the plot of their counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row: a script in this folder, in one variant. Its docstring says what is promised."""
+    """One row of the table, for a script in this folder in one variant. The script's docstring
+    quotes what the library promises."""
 
     name: str
     script: str
@@ -143,8 +144,8 @@ PROMISES = {
     "timm, recovery": f"`--resume` restores model and optimizer ([train.py]({_TIMM}))",
     "timm, recovery, --start-epoch": "`--start-epoch` is useful on restarts (same page)",
 }
-"""What the documentation promises, in short. A contestant that is missing has no promise of its
-own."""
+"""Maps contestants to a short form of what their documentation promises. A contestant that is
+missing has no promise of its own."""
 
 
 def table(rows: Rows) -> str:
@@ -208,7 +209,8 @@ def _line(name: str, runs: list[dict[str, Any]]) -> str:
 
 
 def _without_kill(number: int) -> str:
-    """Return the number of the run that nobody killed, if it is not zero."""
+    """Return the number for the run without a kill, in parentheses. Return "" if the number is
+    zero."""
     return f" (without a kill: {number})" if number else ""
 
 
@@ -225,7 +227,8 @@ def write_table(rows: Rows, out: Path) -> None:
 
 
 def draw(rows: Rows, picture: Path) -> None:
-    """Draw how many of the 96 steps after the first resume have equal batches and augmentation."""
+    """Plot how many of the 96 steps after the first resume have the same batches and augmentation
+    as in the undisturbed run."""
     from vit.extras.report.drawing import BLUE, GRAY, drawing
 
     names = [name for name in CONTESTANTS if name in rows]

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader, whose state each rank saves.
+"""Resume with torchdata's StatefulDataLoader, whose state each rank saves.
 
 https://github.com/meta-pytorch/data/blob/v0.11.0/torchdata/stateful_dataloader/README.md:
 "state_dict/load_state_dict methods for handling mid-epoch checkpointing"; "StatefulDataLoader
@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class StatefulSamples(Samples):
-    """Samples that save the state of the worker's generator."""
+    """A data set that saves the state of the worker's generator."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": torch.get_rng_state()}

@@ -1,11 +1,12 @@
-"""A loop of timm's parts that saves and resumes like timm's train.py.
+"""Resume a loop that combines timm's parts, and saves and resumes like timm's train.py.
 
 timm's wheel does not contain train.py, so this loop calls the same functions in the same order
 (https://github.com/huggingface/pytorch-image-models/blob/main/train.py): `CheckpointSaver` with
-`save_recovery` as with --recovery-interval 40, which is counted within an epoch (so the last state
-is that of step 248, not 240), and `resume_checkpoint`, which returns the first epoch. "--resume:
-Resume full model and optimizer state from checkpoint". "--start-epoch: manual epoch number (useful
-on restarts)", which overrides it. --seed is added to the rank.
+`save_recovery`, and `resume_checkpoint`, which returns the first epoch. States are saved as with
+--recovery-interval 40. The interval is counted within an epoch, so the last state is that of step
+248, not 240. "--resume: Resume full model and optimizer state from checkpoint". "--start-epoch:
+manual epoch number (useful on restarts)", which overrides the returned epoch. The seed of each rank
+is --seed plus the rank.
 
 Variant "start epoch": --start-epoch with the killed epoch, instead of the epoch after it. Variant
 "epochs": --recovery-interval 0, the default, so that only last.pth.tar of each epoch is saved.
@@ -22,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def main() -> None:
-    training = Training()  # the model, DDP and SGD; its state is not used
+    training = Training()  # provides the model, DDP and SGD, but its state is not used
     random_seed(probe.SEED, RANK)
     start_epoch = 0
     files = list(FOLDER.glob("last.pth.tar" if VARIANT == "epochs" else "recovery-*.pth.tar"))

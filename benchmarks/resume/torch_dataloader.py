@@ -1,12 +1,13 @@
-"""torch's DataLoader with a saved epoch and step.
+"""Resume with torch's DataLoader and a saved epoch and step.
 
-PyTorch documents no resume in mid-epoch. Its pages advise DistributedSampler with `set_epoch`
-(https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler),
-a seeded `generator` (https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader) and
+PyTorch's documentation describes no resume in the middle of an epoch. Its pages advise users to use
+DistributedSampler with `set_epoch`
+(https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler), to
+use a seeded `generator` (https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader) and
 to save the epoch (https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html). This
 script saves the epoch and the step, and skips the batches before the step.
 
-Variant "seed per epoch": the generator is seeded for each epoch, which no page names.
+Variant "seed per epoch": the generator is seeded for each epoch, which no page mentions.
 """
 
 from itertools import islice

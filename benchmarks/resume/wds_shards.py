@@ -1,8 +1,8 @@
-"""WebDataset with `resampled=True`, the way that its author recommends for restarts.
+"""Resume with WebDataset and `resampled=True`, which its author recommends for restarts.
 
 https://github.com/webdataset/webdataset/issues/271: "With resampling, there is no need to resume
 training, since simply restarting the job will give you the same distribution of samples". The state
-is the model's and the number of steps. An epoch is a number of batches.
+consists of the model's state and the number of steps. An epoch is a fixed number of batches.
 
 Variant "detshuffle": no resampling, but seeded shuffles, of which the first batches are skipped.
 https://github.com/webdataset/webdataset/issues/177: "WebDataset gives you the primitives you need

@@ -1,10 +1,11 @@
-"""wids, WebDataset's library for indexed shards, with a saved epoch and step.
+"""Resume with wids, WebDataset's library for indexed shards, and a saved epoch and step.
 
 https://github.com/webdataset/webdataset/blob/main/docs/index.md#the-wids-library-for-indexed-webdatasets:
 "Being indexed, it is easily backwards compatible with existing data pipelines based on indexed
 dataset, including precise epochs for multinode training"; `DistributedChunkedSampler` is its
-sampler, with `set_epoch`. No page names a resume in mid-epoch, so this script skips the batches
-before the step, as for torch's DataLoader. wids is a package of its own since webdataset 1.
+sampler, with `set_epoch`. No page describes a resume in the middle of an epoch, so this script
+skips the batches before the step, as with torch's DataLoader. Since webdataset 1, wids is a
+separate package.
 """
 
 from itertools import islice

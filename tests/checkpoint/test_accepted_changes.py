@@ -1,4 +1,4 @@
-"""Test that what a refusal to resume advises is accepted by the same command."""
+"""Test that the same command accepts the remedies that it suggests when it refuses to resume."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def plain(step: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
-    """Return a run folder with two checkpoints and the weights of the newer one."""
+    """Return a run folder with two checkpoints and the newer checkpoint's weights."""
     folder = tmp_path_factory.mktemp("pristine")
     for step in (BEFORE, NEWEST):
         state = asdict(RunState(step=step, best_top1=10.0 * step, facts=FACTS))

@@ -22,8 +22,8 @@ from vit.weights.files import read_weights
 def test_metrics_of_intervals_and_epochs_split_by_a_kill_equal_the_uninterrupted_ones(
     config, tmp_path
 ):
-    """The run is killed after the checkpoint at step 9, in the middle of a logging interval and of
-    an epoch."""
+    """The run is killed after the checkpoint at step 9, in the middle of a logging interval and in
+    the middle of an epoch."""
     folder = tmp_path / "run"
     often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
 

@@ -216,7 +216,7 @@ def test_a_kill_while_writing_a_file_leaves_the_run_folder_intact(tmp_path, conf
     assert [path.stat().st_size for path in unfinished] == [limit_kib << 10]
     assert (".tmp_step_00000003" in str(unfinished[0])) is (limit_kib == 300)
 
-    # The next save must remove the partial files.
+    # The next save must remove the partly written files.
     assert in_a_fork(lambda: save_all(run)) == 0
     assert not list(run.folder.rglob("*.tmp")), "the partial files must be removed"
 
@@ -318,7 +318,8 @@ def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(
 
 
 def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, config):
-    """torch.distributed.checkpoint must be able to load the saved files into empty tensors."""
+    """torch.distributed.checkpoint must be able to load the saved files into uninitialized
+    tensors."""
     run = built(config, tmp_path / "run")
     release = threading.Event()
 

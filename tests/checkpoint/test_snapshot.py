@@ -149,8 +149,8 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
 
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
-    """Yield orders in which to run the streams: compute first, copies first, and a hundred random
-    orders."""
+    """Yield orders in which to run the streams: computations first, copies first, and a hundred
+    random orders."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 

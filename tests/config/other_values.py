@@ -227,7 +227,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "stream.urls": {"stream.num_samples": 60},
     "init.select_classes": {"init.reset_head": False},
 }
-"""Maps a setting to other settings that only its value in `VALUES` requires, but not its
+"""Maps a setting to other settings that are required by its value in `VALUES`, but not by its
 default."""
 
 

@@ -1,4 +1,5 @@
-"""Test that contradictory settings are rejected, including those that select samples."""
+"""Test that contradictory settings are rejected, including contradictory settings that select
+samples."""
 
 import re
 import textwrap

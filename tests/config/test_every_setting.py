@@ -69,7 +69,7 @@ ONLY_WHERE_OR_HOW_FAST = {
 ON_SEVERAL_RANKS = {
     "train.reduce_dtype": "how ranks add gradients (tests/distributed/test_reduce_dtype.py)"
 }
-"""Maps each setting that has no effect on one rank to its effect and its test."""
+"""Maps each setting that has no effect on one rank to its effect on several ranks and its test."""
 REFUSED = {"distill.teacher_model": "its run stores the model: set distill.teacher_model=null"}
 """Maps each setting that these runs reject to the expected error message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
@@ -355,7 +355,7 @@ WITHIN: dict[str, tuple[Any, Any]] = {
 
 
 def case(tested: Any, settings: dict[str, Any], name: str) -> Any:
-    """Return a test case that is skipped if `settings` need a deleted folder of vit/extras/."""
+    """Return a test case, which is skipped if `settings` need a deleted folder of vit/extras/."""
     extras = ["stream"] if settings.get("stream.urls") else []
     extras += ["recipes"] if settings.get("eval.reference") else []
     return pytest.param(tested, id=name, marks=needs(*extras))

@@ -1,7 +1,7 @@
 """Test that any recipe can be overridden from the command line.
 
-What a file sets and the command line makes void is dropped with a note. What one source contradicts
-itself is refused, and the remedies that the message states are accepted.
+If a setting in the file has no effect because of the command line, it is dropped with a note. If
+one source contradicts itself, it is rejected, and the remedies in the error message are accepted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CHOICES = [
 
 
 def remedies(line: str) -> list[str]:
-    """Return the arguments `section.key=value` that a message names after the problem."""
+    """Return the arguments `section.key=value` that an error message suggests after the problem."""
     text = line.rpartition(": ")[2]
     found = re.findall(r"(\w+\.\w+)=((?:\[[^\]]*\]|[^\s,]+)(?: or [\w.]+(?![\w.]*[.=]))*)", text)
     keys = set(all_keys())
@@ -88,7 +88,7 @@ def test_each_choice_loads_or_is_refused_with_remedies_that_work(recipe, capsys)
             config = load_config(recipe, choice)
         except ConfigError as error:
             for line in str(error).splitlines():
-                if " has no effect " in line:  # only what the command line itself gives
+                if " has no effect " in line:  # only settings on the command line itself
                     assert re.match(r"command line \((\w+\.\w+).*\): \1 has no", line), line
                 for remedy in remedies(line):
                     assert line not in problems_of(recipe, [*choice, remedy]), (choice, remedy)

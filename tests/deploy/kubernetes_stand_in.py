@@ -34,8 +34,8 @@ SUBNET = "10.213.7"
 
 
 class Ended(NamedTuple):
-    """The result of a JobSet. `codes` contains the exit codes of the pods in each attempt, in the
-    order in which the pods exited."""
+    """The result of running a JobSet. `codes` contains the exit codes of the pods in each attempt,
+    in the order in which the pods exited."""
 
     is_complete: bool
     actions: list[str]
@@ -83,15 +83,15 @@ class Pod:
             self.signal(signal.SIGKILL)
         if code is None:
             return None
-        # Return the exit status of process 1 in the pod, not that of unshare.
+        # Return the exit status of process 1 in the pod instead of unshare's exit status.
         if self._is_killed:
             return 128 + signal.SIGKILL
         return code if code >= 0 else 128 - code
 
 
 class Cluster:
-    """A simulated cluster that runs the Job in a file of deploy/kube/, and restarts it according to
-    the JobSet's policy."""
+    """A simulated cluster that runs the Job in a file from deploy/kube/, and restarts the Job
+    according to the JobSet's policy."""
 
     def __init__(self, folder: Path, isolated: bool):
         self.folder = folder
@@ -261,7 +261,7 @@ def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
             variables[variable["name"]] = str(index)
         else:
             assert source["secretKeyRef"]["optional"] is True
-    # TMPDIR is a path in a volume that does not exist outside Kubernetes.
+    # TMPDIR is in a volume that does not exist outside Kubernetes.
     variables.pop("TMPDIR", None)
     return variables
 

@@ -1,5 +1,5 @@
-"""Check the files in deploy/ against the schemas and with the checkers of the programs that read
-them."""
+"""Check the files in deploy/ against the schemas, and with the checkers, of the programs that read
+these files."""
 
 from __future__ import annotations
 

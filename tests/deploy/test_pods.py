@@ -121,7 +121,7 @@ def test_parts_of_a_dataset_are_written_according_to_the_completion_index(
     cluster, shards, tmp_path
 ):
     """The arguments are those in prep-job.yaml, except for the source and the target. Together, the
-    parts must form the complete dataset."""
+    parts must contain the complete dataset."""
     [job] = documents("prep-job.yaml")
     [container] = job["spec"]["template"]["spec"]["containers"]
     [part] = [word for word in container["args"] if word.startswith("--shards=")]

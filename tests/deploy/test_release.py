@@ -1,7 +1,7 @@
-"""Test `make release` in a copy of the repository with a planted version.
+"""Test `make release` in a copy of the repository whose version has been changed.
 
-The copy has no environment, so `MAKE=true` omits the style checks and the site, which
-`make lint docs` tests anyway.
+The copy has no Python environment, so `MAKE=true` omits the style checks and the site. `make lint
+docs` tests both anyway.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def test_a_release_is_refused(planted, tmp_path, plant, version, message):
 
 
 def built(copy: Path) -> tuple[Path, str]:
-    """Run a release with a planted site, and return its folder and the lines that it printed."""
+    """Run a release with a prepared site, and return the release's folder and the lines that it
+    printed."""
     (copy / "build" / "site").mkdir(parents=True)
     (copy / "build" / "site" / "index.html").write_text("a page")
     done = release(copy)

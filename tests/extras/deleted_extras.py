@@ -1,7 +1,7 @@
 """Skip tests that need a deleted folder of vit/extras/.
 
-When a folder is deleted, its tests (tests/extras/NAME), commands and pages are deleted as well. All
-other tests that use one of them are marked with `needs` or `needs_of`.
+When a folder is deleted, its tests (tests/extras/NAME), commands and pages are deleted as well.
+Every other test that uses a folder of vit/extras/ is marked with `needs` or `needs_of`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWN = {
 """Maps each folder of vit/extras/ to the commands and pages that are deleted with it."""
 DELETED = [name for name in OWN if not (ROOT / "vit" / "extras" / name / "__init__.py").is_file()]
 NO_REPORT = ["log.report=false"] if "report" in DELETED else []
-"""The setting that turns off the report. Runs need it if the folder of the report has been
+"""The setting that turns off the report. Runs need this setting if the report's folder has been
 deleted."""
 
 

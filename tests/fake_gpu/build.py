@@ -1,10 +1,11 @@
 """Build the fake GPU, and return the environment in which torch finds it.
 
-The C++ files in `cuda/` become `libcuda.so.1`, which is preloaded, so that its functions replace
-those of the CUDA runtime, the driver and cuBLAS in torch's libraries. All other functions that
-torch's libraries ask for only say that they are missing. NVML is a library of its own. The
-build takes two seconds, and is stored in a folder named after the sources and torch's version.
-The folder outlives the session, with all that Triton and Inductor compiled for the fake GPU.
+The C++ files in `cuda/` are compiled to `libcuda.so.1`. This library is preloaded, so that its
+functions replace those of the CUDA runtime, the driver and cuBLAS in torch's libraries. All other
+CUDA functions that torch's libraries import only report that they are missing. NVML is a separate
+library. The build takes two seconds, and is stored in a folder whose name is derived from the
+sources and torch's version. The folder is kept after the session, with everything that Triton and
+Inductor compiled for the fake GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import torch
 HERE = Path(__file__).parent
 SOURCES = sorted((HERE / "cuda").iterdir())
 TORCH_VERSIONS = ("2.15",)
-"""The versions whose calls of CUDA are known. Another version may call functions that are missing,
-or expect another order of arguments."""
+"""The torch versions whose calls to CUDA are known. Another version may call functions that are
+missing, or expect another order of arguments."""
 CUDA_VERSION = "13"
-"""The version of the headers whose declarations the sources in `cuda/` repeat."""
+"""The version of the CUDA headers whose declarations the sources in `cuda/` repeat."""
 TORCH_LIBRARIES = ("torch_cuda", "c10_cuda", "torch_cuda_linalg", "torch_python", "caffe2_nvrtc")
 REPLACED = re.compile(r"cu(?!File|dnn|solver|sparse|fft|rand)(da|blas|[A-Z])\w+")
-"""The functions that are not called in the real libraries. cuDNN's operators are replaced in
-`operators.py`, and the other libraries are never called."""
+"""The names of the functions that the fake GPU replaces. cuDNN's operators are replaced in
+`operators.py`, and the other CUDA libraries are never called."""
 USED_BY_TRITON = ("cuTensorMapEncodeIm2col",)
 
 
@@ -58,12 +59,13 @@ def reason_not_to_build() -> str:
 
 
 def build() -> Path:
-    """Return the folder of the built libraries, after building them if no earlier session has."""
+    """Return the folder with the built libraries. Build them first unless an earlier session has
+    built them."""
     name = hashlib.sha256(torch.__version__.encode() + Path(__file__).read_bytes())
     for source in SOURCES:
         name.update(source.read_bytes())
-    # Not the folder of this session, which is deleted at its end. The space in the name makes sure
-    # that the tests also run where TMPDIR has one.
+    # Do not use this session's temporary folder, which is deleted at the end of the session. The
+    # space in the name tests that TMPDIR may contain spaces.
     shared = os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = Path(shared, f"vit-tests fake-gpu-{os.getuid()}-{name.hexdigest()[:12]}")
     if folder.is_dir():
@@ -74,13 +76,13 @@ def build() -> Path:
         _build_into(new)
         try:
             new.rename(folder)
-        except OSError:  # another process was faster
+        except OSError:  # another process has stored its build first
             assert folder.is_dir()
     return folder
 
 
 def _build_into(folder: Path) -> None:
-    # Compile all files as one, which takes a fourth of the time.
+    # Compile all files as one file, which takes a quarter of the time.
     sources = [source for source in SOURCES if source.suffix == ".cpp"]
     whole = "".join(f'#include "{source}"\n' for source in sources)
     headers = [f"-I{header_folder}" for header_folder in _header_folders()]
@@ -90,7 +92,7 @@ def _build_into(folder: Path) -> None:
 
     defined = _names(object_file, "--defined-only")
     stubs = "".join(
-        f'int {name}(void) {{ fake_gpu_missing("{name}"); return 801; }}\n'  # CUDA: not supported
+        f'int {name}(void) {{ fake_gpu_missing("{name}"); return 801; }}\n'  # cudaErrorNotSupported
         for name in sorted(_called_names() - defined)
     )
     stubs = f"void fake_gpu_missing(const char *);\n{stubs}"
@@ -108,7 +110,7 @@ def _build_into(folder: Path) -> None:
 
 
 def _header_folders() -> list[Path]:
-    """Return the folders of CUDA's headers, which are parts of the wheels of Triton and cuBLAS."""
+    """Return the folders with CUDA's headers, which are in the wheels of Triton and cuBLAS."""
     triton = importlib.util.find_spec("triton")
     assert triton is not None
     assert triton.origin is not None
@@ -141,16 +143,17 @@ def variables(folder: Path, *, nvml: bool = True) -> dict[str, str]:
     nvml: whether NVIDIA's management library can be loaded.
     """
     return {
-        # A name without a folder, because LD_PRELOAD is split at spaces.
+        # The name has no folder, because LD_PRELOAD is split at spaces.
         "LD_PRELOAD": "libcuda.so.1",
         "LD_LIBRARY_PATH": f"{folder}:{folder / 'nvml'}" if nvml else str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        # Compile in the process itself. Others would import torch for each session.
+        # Compile in the process itself, because worker processes would import torch in each
+        # session.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCH_LOGS": "recompiles",
-        "TRITON_DEFAULT_FP_FUSION": "1",  # the default, for which Triton prints a warning
+        "TRITON_DEFAULT_FP_FUSION": "1",  # the default value, set to avoid a warning
         # The start script of a child (`child.py`) is found by the name of its package.
         "PYTHONPATH": str(HERE.parent),
     }

@@ -1,7 +1,7 @@
 """Run a program in a process with the fake GPU: python child.py PROGRAM ARGUMENTS ...
 
-The variable FAKE_GPU_LOG names the log of the whole process. Reads from the fake GPU give zeros if
-FAKE_GPU_ZEROS is set.
+The environment variable FAKE_GPU_LOG is the path of the log for the whole process. If
+FAKE_GPU_ZEROS is set, reads from the fake GPU return zeros.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ Rehearse = Callable[..., subprocess.CompletedProcess]
 def rehearse() -> Rehearse:
     """Return a function that runs a program with its arguments on the fake GPU.
 
-    fault: the name of a fault in `faults.py` to plant. log: the file to which all calls of the
-    process are written. zeros: whether reads from the fake GPU give zeros. nvml: see
+    fault: the name of a fault in `faults.py` to plant. log: the file to which all CUDA calls of the
+    process are written. zeros: whether reads from the fake GPU return zeros. nvml: see
     `build.variables`.
     """
     if reason := build.reason_not_to_build():

@@ -2,9 +2,9 @@
 
     python counting.py FILE RECIPE SETTING ...     writes FILE as JSON
 
-Triton kernels count the bytes that Inductor computes for them, all other kernels the bytes of their
-tensors: each is read once, and written once if the operator returns or changes it. Caches are not
-counted, so these are the bytes of a GPU whose caches keep nothing between kernels.
+For a Triton kernel, Inductor computes the bytes. For any other kernel, the bytes of its tensors are
+counted. Each tensor is read once, and is written once if the operator returns or changes it. Caches
+are ignored, so the counts are right for a GPU whose caches keep nothing between kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NUM_CLASSES = 1000
 WARM_UP_STEPS = 3
 TIMED_STEPS = 15
 LAUNCHES = ("launch", "gemm", "copy", "memset")
-"""The calls in the log that start work on the GPU. The operators of cuDNN are not in the log."""
+"""The kinds of logged calls that start work on the GPU. cuDNN's operators are not in the log."""
 CUDNN = ("cudnn", "convolution")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach")
 OVERWRITES = ("copy_", "fill_", "zero_")
@@ -55,7 +55,8 @@ CAUSES = (
     ("mul", "norms and residual sums"),
     ("_to_copy", "casts of weights"),
 )
-"""Parts of the names of the blocks' kernels, and what the kernel does. The first part decides."""
+"""Pairs of a part of a kernel's name and what the kernel does in a block. The first pair whose part
+is in the name is used."""
 UPDATES = {"_foreach_lerp_": "average", "_foreach_norm": "gradient norm"}
 COUNTED_AS_GEMM = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
 
@@ -82,14 +83,14 @@ def size(tensor: Tensor) -> int:
 
 
 def flops(name: str, inputs: list[Tensor], result: Any) -> int:
-    """Return the operations of a matrix product, a convolution or an attention kernel."""
+    """Return the number of operations in a matrix product, a convolution or an attention kernel."""
     if name in ("mm", "bmm", "addmm"):
         left, right = inputs[-2:]
         return 2 * left.numel() * right.shape[-1]
     if name == "convolution":
         _, weight = inputs[:2]
         return 2 * result.numel() * weight[0].numel()
-    if name == "convolution_backward":  # of the weights: the images need no gradient
+    if name == "convolution_backward":  # only for the weights, because images need no gradient
         gradient, _, weight = inputs[:3]
         return 2 * gradient.numel() * weight[0].numel()
     if "attention" in name:
@@ -100,7 +101,7 @@ def flops(name: str, inputs: list[Tensor], result: Any) -> int:
 
 
 class Tally(TorchDispatchMode):
-    """Counts the operators and Triton kernels that run in its context.
+    """A mode that counts the operators and Triton kernels that run in its context.
 
     rows: for each (phase, kind, name), the number of calls, bytes and operations.
     """
@@ -112,7 +113,7 @@ class Tally(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # else compiled code would run uncompiled
+        return True  # otherwise, compiled code would run uncompiled
 
     def add(self, kind: str, name: str, num_bytes: int, num_flops: int = 0) -> None:
         row = self.rows[self.phase, kind, name]
@@ -133,7 +134,7 @@ class Tally(TorchDispatchMode):
             for place, argument in enumerate(operator._schema.arguments)
             if argument.alias_info is not None
             and argument.alias_info.is_write
-            and argument.name != "grads"  # a fused optimizer writes gradients only to unscale them
+            and argument.name != "grads"  # a fused optimizer only writes gradients to unscale them
         ]
         inputs = on_gpu((args, kwargs))
         written = on_gpu(changed)
@@ -172,8 +173,8 @@ def on_gpu(nested: Any) -> dict[int, Tensor]:
 
 
 def count(recipe: str, settings: list[str]) -> dict[str, Any]:
-    """Return the launches, the work by cause, the host's time and the peak memory of a step."""
-    torch._inductor.config.benchmark_kernel = True  # Inductor then stores the bytes of a kernel.
+    """Return a step's launches, work by cause, host time and peak memory."""
+    torch._inductor.config.benchmark_kernel = True  # makes Inductor store each kernel's bytes
     world = join_world("cuda")
     config = load_config(recipes_folder() / f"{recipe}.yaml", ["data.root=none", *settings])
     config = choose_settings(config, world)

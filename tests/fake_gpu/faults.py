@@ -1,6 +1,6 @@
 """Run a program with a planted fault: python faults.py FAULT PROGRAM ARGUMENTS ...
 
-The tests in this folder must find each fault, and name its place.
+The tests in this folder must detect each fault, and name the place of the fault.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vit.training.step_result import StepResult
 
 
 def before(owner: Any, name: str, fault: Callable[..., object]) -> None:
-    """Call `fault` with the arguments of `owner.name` before each call."""
+    """Call `fault` before each call of `owner.name`, with the arguments of the call."""
     unchanged = getattr(owner, name)
 
     @wraps(unchanged)
@@ -66,7 +66,7 @@ def plant_an_early_read() -> None:
 
 
 def plant_another_layout() -> None:
-    """Pass the batches of all steps but the first two on in another layout of memory."""
+    """Change the memory layout of the augmented batches in all steps but the first two."""
     unchanged = Augment.change_batch
     seen: list[Batch] = []
 

@@ -1,8 +1,8 @@
 """Control the fake GPU of this process, and read its log.
 
-A line of the log is a call: its kind, and what the functions in `cuda/` know about it. Calls that
-wait, copy pageable memory or allocate memory of the host are followed by the Python stack of their
-thread.
+Each line of the log describes a call, with its kind and the details that the functions in `cuda/`
+know. If a call waits, copies pageable memory or allocates host memory, the line is followed by the
+Python stack of the calling thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.
 
 @dataclass
 class Call:
-    """A call of the fake GPU.
+    """A call to the fake GPU.
 
     kind: "launch", "gemm", "copy", "memset", "wait", "host allocation", "malloc", "event",
-    "stream waits", "graph", "missing", or "mark" for the text of `mark`.
+    "stream waits", "graph", "missing", or "mark" for a text that `mark` wrote.
     """
 
     kind: str
     fields: list[str]
     stack: list[str] = field(default_factory=list)
-    """The frames `file:line function`, innermost first. Empty if no Python code runs in the
-    thread."""
+    """The frames of the Python stack as `file:line function`, innermost first. The list is empty if
+    no Python code runs in the thread."""
 
     @property
     def what(self) -> str:
@@ -48,7 +48,7 @@ class Call:
 
 
 def read(path: Path) -> list[Call]:
-    """Return the calls in the log at `path`, in their order."""
+    """Return the calls in the log at `path`, in the order in which they were made."""
     calls: list[Call] = []
     for line in path.read_text(errors="replace").splitlines():
         if frame := FRAME.fullmatch(line):
@@ -61,8 +61,8 @@ def read(path: Path) -> list[Call]:
 
 
 def blocking(calls: list[Call]) -> list[Call]:
-    """Return the calls for which the host waits, or that make a later copy wait: waits, copies of
-    pageable memory, and allocations of page-locked memory."""
+    """Return the calls for which the host waits, or that make a later copy wait. These calls are
+    waits, copies of pageable memory, and allocations of page-locked memory."""
     return [
         call
         for call in calls
@@ -80,7 +80,7 @@ def library() -> ctypes.CDLL:
 
 @contextmanager
 def logged(path: Path) -> Iterator[None]:
-    """Write the calls of this process to `path`."""
+    """Write the CUDA calls of this process to `path`."""
     with path.open("wb") as file:
         faulthandler.register(signal.SIGUSR2, file, all_threads=False)
         library().fake_gpu_log(file.fileno(), int(signal.SIGUSR2))
@@ -92,5 +92,5 @@ def logged(path: Path) -> Iterator[None]:
 
 
 def set_memory(num_bytes: int) -> None:
-    """Give the fake GPU this much memory."""
+    """Set the size of the fake GPU's memory."""
     library().fake_gpu_set_memory(ctypes.c_size_t(num_bytes))

@@ -1,7 +1,9 @@
-"""Replace the operators that call cuDNN by allocations of their results.
+"""Replace each operator that calls cuDNN with a function that only allocates the operator's
+results.
 
-cuDNN is 600 MB of libraries with an interface of graphs. Its results' shapes and strides are those
-of torch's operators (aten/src/ATen/native/native_functions.yaml and cudnn/ in torch).
+cuDNN's libraries take 600 MB, and their interface uses graphs, so they are not simulated. The
+results have the shapes and strides that torch's operators return
+(aten/src/ATen/native/native_functions.yaml and cudnn/ in torch).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _library: torch.library.Library | None = None
 
 
 def register() -> None:
-    """Replace the operators in this process, until it ends."""
+    """Replace the operators in this process until the process ends."""
     global _library
     _library = torch.library.Library("aten", "IMPL")
     for name, function in (

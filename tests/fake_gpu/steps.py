@@ -1,6 +1,6 @@
 """Run training steps on the fake GPU: python steps.py FOLDER GROUP [CASE ...]
 
-Writes the log of two steps, which follow seven others, to FOLDER/CASE.log.
+For each case, run seven steps, and write the log of the next two steps to FOLDER/CASE.log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from vit.training.step_result import StepResult
 IMAGENET_IMAGES = 1_281_167
 NUM_CLASSES = 10
 WARM_UP_STEPS = 7
-"""The steps that allocate memory and create constants."""
+"""The number of steps before the logged ones. In these steps, torch allocates memory and creates
+constants."""
 LOGGED_STEPS = 2
 SMALL = (
     "data.root=none",
@@ -103,7 +104,8 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""Settings that change which operations a step runs. One process runs the cases of a group."""
+"""Groups of cases, with the settings of each case. The settings change which operations a step
+runs. One process runs all cases in a group."""
 
 
 def run(settings: tuple[str, ...], world: World, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Test the parts of `make gpu-check` that need no computed values, and running out of memory."""
+"""Test the parts of `make gpu-check` that need no computed values, and test out-of-memory
+errors."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ JOIN = "from vit.distributed.process_group import join_world; join_world('cuda')
 
 @pytest.mark.usefixtures("rehearse")
 def test_training_starts_without_nvml():
-    """torch itself ends with a segmentation fault if expandable segments are set."""
+    """Without NVML, torch itself ends with a segmentation fault if expandable segments are
+    enabled."""
 
     def start(code: str, **more: str) -> subprocess.CompletedProcess:
         env = environment() | build.variables(build.build(), nvml=False) | more

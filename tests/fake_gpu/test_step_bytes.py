@@ -1,7 +1,7 @@
-"""Hold the launches and bytes of a compiled step, so that an additional kernel or copy is noticed.
+"""Limit the launches and bytes of a compiled step, so that an additional kernel or copy is noticed.
 
 `benchmarks/step_bytes.py` compares full-size models with timm's. If a change saves launches or
-bytes, lower the numbers here.
+bytes, lower the limits in this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIGABYTES = 34.64
 
 
 def count(rehearse: Any, folder: Path, *settings: str, **options: Any) -> tuple[int, float]:
-    """Return the launches of a step, and its gigabytes in blocks, stem, head and loss."""
+    """Return a step's launches, and the gigabytes that its blocks, stem, head and loss move."""
     path = folder / "count.json"
     done = rehearse(COUNTING, path, "vit_b16", *SETTINGS, *settings, **options)
     assert done.returncode == 0, done.stderr
@@ -42,5 +42,5 @@ def test_a_step_of_three_blocks(rehearse, tmp_path):
 def test_a_copy_in_each_block_is_noticed(rehearse, tmp_path):
     launches, gigabytes = count(rehearse, tmp_path, fault="a copy in each block")
     assert launches > LAUNCHES
-    # A copy of bf16 tokens, forward and backward, reads and writes 77 MB each.
+    # A copy of bf16 tokens reads and writes 77 MB in each of the forward and backward passes.
     assert gigabytes > GIGABYTES + 3 * 0.15

@@ -1,5 +1,5 @@
-"""Test that no step waits for the GPU, in torch's real host code: forward and backward passes, the
-update, and the copy of the result."""
+"""Test that no step waits for the GPU. The tests run torch's real host code for the forward and
+backward passes, the update, and the copy of the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ STEPS = "tests/fake_gpu/steps.py"
 
 
 def check_steps(path: Path) -> list[log.Call]:
-    """Return the calls in the log of steps at `path`. Raises AssertionError if one blocks."""
+    """Return the calls in the step log at `path`. Raises AssertionError if a call blocks the
+    host."""
     calls = log.read(path)
     found = [str(call) for call in log.blocking(calls)]
     assert not found, f"{path.stem}: the host waits in {LOGGED_STEPS} steps:\n" + "\n".join(found)

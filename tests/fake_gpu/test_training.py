@@ -1,6 +1,8 @@
-"""Test launch/train.py with train.device=cuda: two workers, saves, resuming, and a compiled step.
+"""Test launch/train.py with train.device=cuda. The tests cover two workers, saves, resuming, and a
+compiled step.
 
-Kernels write nothing, so the evaluation counts no image, and each run ends there.
+Kernels on the fake GPU write nothing. The evaluation therefore counts no images, and each run ends
+with an error at its first evaluation.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ COMPILERS = ("torch/_dynamo/", "torch/_inductor/")
 
 
 class Run(NamedTuple):
-    """A run that ended in its evaluation."""
+    """The calls and the error output of a run that ended in its first evaluation."""
 
     calls: list[log.Call]
     stderr: str
 
 
 def place(call: log.Call) -> str:
-    """Return the file and function of `call` in vit/, or ""."""
+    """Return the innermost file and function in vit/ on the stack of `call`, or ""."""
     for frame in call.stack:
         if frame.startswith("vit/"):
             file, _, function = frame.partition(":")
@@ -46,9 +48,10 @@ def place(call: log.Call) -> str:
 
 
 def find_early_reads(calls: list[log.Call]) -> list[log.Call]:
-    """Return the waits of `_do_step` for the result of a step after which no other was queued."""
+    """Return the waits in which `_do_step` reads the result of a step before it has queued another
+    step."""
     early = []
-    newest: set[str] = set()  # the events after which no matrix product was queued
+    newest: set[str] = set()  # the events after which no matrix product has been queued
     for call in calls:
         if call.kind in ("gemm", "graph"):
             newest.clear()
@@ -62,10 +65,10 @@ def find_early_reads(calls: list[log.Call]) -> list[log.Call]:
 
 
 def check_waits(calls: list[log.Call]) -> set[str]:
-    """Return the places where training waits for the GPU, after the first step.
+    """Return the places where training waits for the GPU after the first step.
 
-    Raises AssertionError if it waits at another place than the expected ones. The evaluation may
-    wait, and the first steps allocate page-locked memory.
+    Raises AssertionError if training waits at a place that is not in `EXPECTED_WAITS`. Waits in the
+    evaluation and allocations of page-locked memory are ignored.
     """
     begin = next(number for number, call in enumerate(calls) if place(call).endswith(" read"))
     waits = [
@@ -97,7 +100,7 @@ def test_a_step_is_compiled_once_and_replayed_as_a_graph(rehearse, config, tmp_p
     run = train(rehearse, config, tmp_path, *overrides)
     check_waits(run.calls)
     reasons = [line for line in run.stderr.splitlines() if re.search(r"\]     - \d+/\d+: ", line)]
-    # The evaluation's graph needs no gradients.
+    # The evaluation needs its own graph, because it computes no gradients.
     wrong = [line for line in reasons if "grad_mode" not in line]
     assert not wrong, "a step is compiled again:\n" + "\n".join(wrong)
     assert run.stderr.count("[__recompiles] Recompiling") == 1

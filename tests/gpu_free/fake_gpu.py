@@ -1,11 +1,11 @@
 """Simulate a GPU whose tensors have shapes but no values, to find the lines where the CPU waits for
 the GPU.
 
-Under torch's FakeTensorMode, an operation on tensors of "cuda:0" computes only the shape of its
+Under torch's FakeTensorMode, an operation on tensors on "cuda:0" computes only the shape of its
 result, and needs no driver. FakeTensorMode raises an error if a value is read, if a shape depends
 on values, or if a tensor is on the wrong device. Backward passes cannot run on the fake GPU,
-because autograd requires a CUDA context. `tests/fake_gpu` runs them, but needs a compiler and
-torch's wheels with CUDA.
+because autograd requires a CUDA context. `tests/fake_gpu` runs backward passes, but needs a
+compiler and torch's wheels with CUDA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test that `train.deterministic` configures torch, that two runs on CPUs are bit-identical, and
+"""Test that `train.deterministic` configures torch, that two runs on a CPU are bit-identical, and
 that all operations have deterministic implementations."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITHOUT_ORDER = {
     *("bincount", "median", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
     *("scatter_reduce", "scatter_reduce_"),
 }
-"""The operations that raise an error on a GPU according to the documentation of
+"""The operations that raise an error on a GPU, according to the documentation of
 torch.use_deterministic_algorithms."""
 SETTINGS = """
 import json, os, torch

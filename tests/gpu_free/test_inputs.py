@@ -1,5 +1,5 @@
-"""Test that augmentation computes the inputs and targets without waiting for the GPU, whatever the
-settings."""
+"""Test that augmentation with any settings computes the inputs and targets without waiting for the
+GPU."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ ROOM = DEPTH - 1
 number of blocks, so the tests detect a single additional operation per block."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
 """The expected number of operations in each part of a step. The model is a ViT with `DEPTH` blocks
-in bf16, trained with gradient clipping and averaged weights. `rest` is the remainder of a step with
-one micro-batch and no augmentation."""
+in bf16, trained with gradient clipping and averaged weights. `rest` counts all other operations of
+a step with one micro-batch and no augmentation."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 

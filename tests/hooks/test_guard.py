@@ -94,7 +94,7 @@ def test_limits_use_the_same_median_and_deviation_as_scipy(config, tmp_path):
         late = guard.loss_limit(step)
         if step >= 2:
             guard.read(step - 1, values_of(losses[step - 1], 1.0))
-            # After a pause, the guard has read one more step. The limit must not change.
+            # After a pause, the guard has read one more step, but the limit must not change.
             assert guard.loss_limit(step) == late
         else:
             guard.read(0, values_of(losses[0], 1.0)) if step else None

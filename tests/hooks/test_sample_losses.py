@@ -34,7 +34,7 @@ def values(step: int) -> np.ndarray:
 
 def written(folder, steps, every_epochs=1):
     """Write the files of a process that trains for the given steps and saves after every second
-    step."""
+    step. Return the files' content for each epoch."""
     samples = SampleLosses(folder, ALONE, PLAN, every_epochs)
     for step in steps:
         samples.add(step, *values(step))

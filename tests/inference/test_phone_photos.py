@@ -1,8 +1,8 @@
 """Test phone photos whose pixels are stored sideways, together with the correct orientation in
 EXIF.
 
-Such photos must be rotated when shards are written, and whenever a model trained on these shards is
-used.
+Such photos must be rotated when shards are written, and whenever a model that was trained on these
+shards is used.
 """
 
 from __future__ import annotations

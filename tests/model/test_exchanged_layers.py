@@ -1,5 +1,5 @@
-"""Test that a model works after its layers are exchanged, as timm's does: another head, adapters,
-parametrizations and dynamic quantization."""
+"""Test that a model works after its layers are exchanged, as timm's models do. The tests use
+another head, adapters, parametrizations and dynamic quantization."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5, "class_to
 
 
 class Adapter(nn.Module):
-    """A layer plus a low-rank update, as in LoRA. It has none of the layer's attributes."""
+    """A layer plus a low-rank update, as in LoRA. The adapter has none of the layer's
+    attributes."""
 
     def __init__(self, layer: nn.Module, update: nn.Module):
         super().__init__()
@@ -74,7 +75,7 @@ EXCHANGES = [headless, dropout_and_head, parametrized_head, adapters, patch_adap
 
 
 def pair(**fields) -> tuple[nn.Module, nn.Module]:
-    """Return a model of ours and timm's with equal weights, in evaluation mode."""
+    """Return our model and timm's model with equal weights, in evaluation mode."""
     theirs = timm.models.VisionTransformer(img_size=32, patch_size=8, **TINY, **fields).eval()
     randomise(theirs)
     ours = VisionTransformer(image_size=32, patch_size=8, **TINY, **fields).eval()
@@ -131,7 +132,7 @@ def test_dynamic_quantization_works(pool: str, precision: str):
 
 @pytest.mark.parametrize("fields", [{"dual_patch_norm": True}, {"pos_embed": "none"}])
 def test_the_patch_embedding_may_be_exchanged(fields: dict):
-    """Both options read the weight of the patch embedding."""
+    """The model reads the weight of the patch embedding with both options."""
     torch.manual_seed(0)
     model = VisionTransformer(image_size=32, patch_size=8, **TINY, **fields).eval()
     randomise(model)

@@ -1,8 +1,9 @@
-"""Compare the network of each shipped recipe with the program whose recipe it is.
+"""Compare the network of each shipped recipe with the network in the program from which the recipe
+comes.
 
-golden/ holds weights, inputs, logits and gradients that the programs' own networks computed
-(golden/README.md). Each network here is created from the `model` section of a shipped recipe, so a
-wrong value in a recipe is found as well.
+golden/ holds weights and inputs, and the logits and gradients that the programs' own networks
+computed from them (golden/README.md). Each network here is created from the `model` section of a
+shipped recipe, so the tests also find a wrong value in a recipe.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ RECIPES = {
     "torchvision/vit_b16_300ep": "torchvision",
     "vit5/vit_b16": "vit5",
 }
-"""Maps recipes to the file of their program in golden/."""
+"""Maps each recipe to its program's file in golden/."""
 RENAMES = {
     "algoperf": {"conv_patch_extract/": "embedding/", "encoder_layernorm": "encoder_norm"},
     "deit3_jax": {
@@ -65,7 +66,7 @@ RENAMES = {
     "deit3": {"gamma_(\\d)": "ls\\1.gamma"},
     "vit5": {"gamma_(\\d)": "ls\\1.gamma"},
 }
-"""Maps names of the programs, as patterns, to names that our readers of weights know."""
+"""Maps patterns of the programs' weight names to names that our weights readers know."""
 
 
 def read(recipe: str) -> dict[str, np.ndarray]:
@@ -74,7 +75,7 @@ def read(recipe: str) -> dict[str, np.ndarray]:
 
 
 def small(recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the recipe for the small network of the golden files."""
+    """Return the recipe with the sizes of the small network in the golden files."""
     path = ROOT / "configs" / f"{recipe}.yaml"
     sizes = ["image_size=12", "patch_size=4", "embed_dim=16", "depth=2", "num_heads=2"]
     if load_config(path).model.representation_size is not None:
@@ -83,8 +84,8 @@ def small(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def by_our_names(recipe: str, golden: dict[str, np.ndarray], kind: str) -> dict[str, Tensor]:
-    """Return the golden weights ("w") or gradients ("g") under the names and in the layout of our
-    network. Layouts only permute, so they apply to gradients as well."""
+    """Return the golden weights ("w") or gradients ("g") under our network's names and in its
+    layout. Converting a layout only permutes values, so gradients can be converted like weights."""
     tensors = {}
     for key, value in golden.items():
         if key.startswith(f"{kind}/"):
@@ -112,12 +113,13 @@ def outcome(config: Config, weights: dict[str, Tensor], golden: dict[str, np.nda
 
 
 def largest_difference(recipe: str, overrides: Sequence[str] = ()) -> float:
-    """Return the largest relative difference of logits, loss and gradients from the program's."""
+    """Return the largest relative difference between our logits, loss and gradients and the
+    program's."""
     golden = read(recipe)
     weights = by_our_names(recipe, golden, "w")
     theirs = {name: torch.from_numpy(golden[name]) for name in ("logits", "loss")}
     theirs |= by_our_names(recipe, golden, "g")
-    if "model.global_pool=avg" in overrides:  # the planted network names its norm otherwise
+    if "model.global_pool=avg" in overrides:  # with this fault, the norm has another name
         weights, theirs = (
             {re.sub(r"^norm\.", "fc_norm.", name): value for name, value in tensors.items()}
             for tensors in (weights, theirs)
@@ -131,8 +133,8 @@ def largest_difference(recipe: str, overrides: Sequence[str] = ()) -> float:
 
 
 ROUNDING = 1e-6
-"""The largest relative difference by rounding: the programs and our network compute in float64, but
-gradients are stored, and our loss is computed, in float32."""
+"""The largest relative difference that rounding may cause. The programs and our network compute in
+float64, but gradients are stored in float32, and our loss is computed in float32."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -142,8 +144,8 @@ def test_the_network_of_a_recipe_computes_what_its_program_computes(recipe):
 
 @pytest.mark.parametrize("begin", ["params/", ""])
 def test_a_published_file_of_big_vision_gives_its_programs_logits(begin, tmp_path):
-    """The file has the published name and big_vision's names of weights, which hold no positions.
-    Its network is small."""
+    """The file has the published file's name and big_vision's weight names, but no position
+    embeddings. Its network is small."""
     golden = read("big_vision/vit_s16_90ep")
     weights = {key[2:]: value for key, value in golden.items() if key.startswith("w/")}
     path = tmp_path / "vit_s16_i1k_90ep.npz"
@@ -235,7 +237,8 @@ def test_a_planted_error_is_found(recipe: str, plant: Plant, monkeypatch: pytest
 
 
 def sources(recipe: str, golden: dict[str, np.ndarray]) -> dict[str, list[str]]:
-    """Return the program's names of each of our weights, in the order in which ours joins them."""
+    """Map each of our weights to the names of the program's weights that it joins, in their
+    order."""
     keys = [key for key in golden if key.startswith("w/")]
     numbered = {key: np.full_like(golden[key], number) for number, key in enumerate(keys)}
     return {
@@ -245,12 +248,13 @@ def sources(recipe: str, golden: dict[str, np.ndarray]) -> dict[str, list[str]]:
 
 
 NOTHING = 2e-6
-"""Values of this size count as 0: some programs draw zeros with a deviation of 1e-6."""
+"""Values up to this size count as 0, because some programs draw them with a standard deviation of
+1e-6 instead of setting them to 0."""
 
 
 def is_drawn_like(ours: Tensor, theirs: np.ndarray) -> bool:
-    """Return whether `ours` has about the program's mean, deviation and, for a large tensor, which
-    shows the bounds of a distribution, largest absolute value."""
+    """Return whether `ours` has about the program's mean and standard deviation. The largest
+    absolute value is compared only for a large tensor, which shows the bounds of a distribution."""
     mean, std, largest = theirs
     return (
         ours.mean().item() == pytest.approx(mean, abs=0.2 * std + NOTHING)
@@ -270,14 +274,14 @@ DRAWN_OTHERWISE = {
     "deit3_jax": {"cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight", *MATRICES},
     "torchvision": {"patch_embed.proj.weight", *MATRICES},
 }
-"""Weights whose initial distribution differs from the program's. `PARTS` in
-tests/extras/recipes/test_shipped.py has the sentences in which the importers name them."""
+"""The weights whose initial distribution differs from the program's. `PARTS` in
+tests/extras/recipes/test_shipped.py has the sentences in which the importers name these weights."""
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "mae/vit_b16_ft"])
 def test_the_network_of_a_recipe_starts_like_its_programs(recipe):
-    """The distributions are those at the recipe's width, in the first block and outside of the
-    blocks. MAE's fine-tuning starts from a checkpoint."""
+    """The distributions are compared at the recipe's width, in the first block and outside the
+    blocks. MAE's fine-tuning recipe is excluded, because it starts from a checkpoint."""
     golden = read(recipe)
     torch.manual_seed(0)
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", ["model.depth=1"])
@@ -305,8 +309,8 @@ def test_a_recipe_has_its_programs_drop_path_rates(recipe):
 
 @pytest.mark.parametrize("recipe", [*DROP_PATH, "deit/vit_b16_distilled_300ep"])
 def test_a_recipe_decays_and_scales_its_programs_parameters(recipe):
-    """The files of PyTorch's programs hold the decay (0 or 1) and the factor of the learning rate
-    that their own functions give each parameter."""
+    """The golden files of PyTorch programs contain each parameter's weight decay (0 or 1) and
+    factor of the learning rate, as computed by the programs' own functions."""
     golden = read(recipe)
     config = small(recipe)
     model = create_model(config.model, num_classes=5)
@@ -320,6 +324,6 @@ def test_a_recipe_decays_and_scales_its_programs_parameters(recipe):
         name: golden[f"group/{their}"].tolist() for name, [their] in sources(recipe, golden).items()
     }
     if RECIPES[recipe] == "deit_distilled":
-        assert theirs.pop("dist_token") == [1.0, 1.0]  # The importer names this difference.
+        assert theirs.pop("dist_token") == [1.0, 1.0]  # The importer reports this difference.
         assert ours.pop("dist_token") == [0.0, 1.0]
     assert ours == theirs

@@ -1,5 +1,5 @@
-"""Test a model on images of different sizes. The results must be correct for each size, and must
-not change for the size of the model."""
+"""Test a model on images of different sizes. The results must be correct for each size. For the
+model's own size, they must not change."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ CONFIGURATIONS = {
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
     """Return timm's model, which shares the memory of `weights`. timm's model computes attention
-    with matmul and softmax, whereas our model uses a fused kernel."""
+    with matmul and softmax, but our model uses a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)

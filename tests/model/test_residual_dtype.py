@@ -1,4 +1,4 @@
-"""Test tokens in bf16 between blocks (`train.residual_dtype=bf16`)."""
+"""Test a model whose tokens are stored in bf16 between blocks (`train.residual_dtype=bf16`)."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_all_blocks_pass_on_bf16_and_the_head_computes_in_fp32(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_and_gradients_are_as_close_to_fp32_as_two_roundings_per_block_allow(form):
     """Each block rounds the tokens twice. Roundings are independent, so their errors grow with the
-    square root of their number. The factor 4 covers the layers behind them and matrix products in
-    bf16, which also round in the plain path."""
+    square root of their number. The factor 4 covers the layers after the blocks, and matrix
+    products in bf16, which also round in the plain path."""
     bound = 4 * UNIT * (2 * TINY["depth"]) ** 0.5
     expected = make_model("fp32", **FORMS[form])
     tried = make_model("bf16", **FORMS[form])
@@ -146,7 +146,8 @@ def make_batch(seed: int, rows: int = 8) -> Batch:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("form", ["mask", "subset"])
 def test_trains_with_drop_path_checkpointing_and_exact_sums(form, exact):
-    """Checkpointing repeats the same roundings, so it must not change a bit."""
+    """Activation checkpointing repeats the same roundings, so it must not change any bit of the
+    results."""
     weights = []
     for recomputed in ("none", 2):
         torch.manual_seed(0)

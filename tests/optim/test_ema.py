@@ -52,8 +52,8 @@ def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
 
 
 def test_the_average_follows_as_in_timm():
-    """The reference is timm's averaging class. DeiT uses this class with a constant decay from the
-    first update on."""
+    """The expected values come from timm's averaging class. DeiT uses this class with a constant
+    decay from the first update on."""
     model = model_with_buffers()
     ours = Ema(model, 0.9)
     theirs = ModelEmaV2(model, decay=0.9)
@@ -90,7 +90,8 @@ def test_average_is_a_model_in_fp32_for_evaluation():
     ema = Ema(model, 0.9)
     assert not ema.module.training
     ema.update(0)
-    # A compiled graph of the model is used for an average whose parameters require gradients, too.
+    # The average can use a compiled graph of the model only if its parameters require gradients,
+    # too.
     assert all(
         parameter.dtype == torch.float32 and parameter.requires_grad and parameter.is_leaf
         for parameter in ema.module.parameters()

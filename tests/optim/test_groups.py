@@ -125,7 +125,7 @@ def test_omits_frozen_parameters():
         assert len(grouped) == len(trained)
 
 
-# --- rates that depend on depth -------------------------------------------------------------------
+# --- learning rates that depend on depth ----------------------------------------------------------
 
 
 def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float]]:
@@ -178,8 +178,7 @@ def test_networks_with_stages_have_the_same_layers_as_in_timm():
 
 
 def test_each_lower_block_learns_slower_by_the_factor():
-    """BEiT numbers the layers from 0 for the embedding and n for block n to depth + 1 for the
-    head."""
+    """BEiT gives the number 0 to the embedding, n to block n, and depth + 1 to the head."""
     model = our_model()
     numbers = layer_numbers(model, "beit")
     assert {numbers[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.weight")} == {0}

@@ -1,5 +1,5 @@
-"""Compare layer norms with simple loops over the parameters, and attention logits with the inputs
-of the attention kernel."""
+"""Compare the norms of layers with simple loops over the parameters, and compare attention logits
+with values computed from the attention kernel's inputs."""
 
 from __future__ import annotations
 

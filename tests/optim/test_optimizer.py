@@ -335,7 +335,7 @@ def test_muon_equals_its_definition_with_a_separate_adam(nesterov):
         adam.step()
     matrix = model.get_parameter(name_of_matrix)
     torch.testing.assert_close(matrix.double(), expected, rtol=0, atol=1e-6)
-    if not nesterov:  # with Nesterov momentum, NAdamW updates the other parameters
+    if not nesterov:  # with Nesterov momentum, NAdamW instead of AdamW updates the other parameters
         for name, parameter in others.items():
             torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-5, atol=1e-6)
 

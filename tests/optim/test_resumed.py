@@ -11,8 +11,8 @@ RUNS = {
     "nadamw": ["optim.name=nadamw"],
 }
 EVERY_TIME = ("adafactorbv",)
-"""The optimizers that are not limited to full test runs. The state of Adafactor has two dtypes and,
-if a GPU exists, is split over two devices."""
+"""The optimizers whose tests are not limited to full test runs. The state of Adafactor has two
+dtypes and, if a GPU exists, is split over two devices."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Compare learning rates and weight decay with the schedulers of torch and timm, including edge
-cases."""
+"""Compare learning rates and weight decay with those of torch's and timm's schedulers, including
+edge cases."""
 
 import math
 

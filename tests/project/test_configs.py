@@ -47,8 +47,8 @@ MAE_TABLE_11 = {
 # The values for ViT-L and ViT-H are from the same table.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
 # The options are from the commands in facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning
-# for ViT-S, B and L at resolution 384x384". Options that the commands omit have the default values
-# of main.py and timm.
+# for ViT-S, B and L at resolution 384x384". For options that the commands omit, the values are the
+# defaults in main.py and timm.
 DEIT3_FINETUNE_384 = {
     "optim.name": "adamw",  # --opt adamw
     "optim.lr": 1e-5,  # --lr 1e-5 --unscale-lr

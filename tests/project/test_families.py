@@ -1,5 +1,5 @@
-"""Test that all processes of a test exit with the test, and that tests/conftest.py lists the
-programs that skipped tests need."""
+"""Test that all processes that a test starts exit with the test, and that tests/conftest.py lists
+the programs that skipped tests need."""
 
 from __future__ import annotations
 

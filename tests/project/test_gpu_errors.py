@@ -1,7 +1,7 @@
 """Test that commands print the errors in the GPU section of errors/rows.yaml.
 
-The tests need no GPU. A few lines of Python simulate the driver, torch and the GPU in the process
-of the command.
+The tests need no GPU. A few lines of Python simulate the driver, torch and the GPU in the command's
+process.
 """
 
 from __future__ import annotations

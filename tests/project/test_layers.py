@@ -256,7 +256,7 @@ def test_no_file_imports_too_many():
 
 
 def test_no_two_classes_have_one_name():
-    """A reader who searches for a class finds one."""
+    """A reader who searches for a class name must find only one class."""
     places: dict[str, list[str]] = {}
     for module in modules():
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
@@ -267,7 +267,8 @@ def test_no_two_classes_have_one_name():
 
 
 def test_only_one_file_names_modules_in_strings():
-    """Such a module is imported where no reader, type checker or other test here sees it."""
+    """No reader, type checker or other test in this file sees the import of a module that is named
+    in a string."""
     names = {
         f"{module}: {node.value}"
         for module in modules()
@@ -283,7 +284,8 @@ def test_only_one_file_names_modules_in_strings():
 
 
 def test_every_module_that_a_test_may_skip_exists():
-    """A test that skips if a module is missing would be skipped forever after a move."""
+    """A test that is skipped if a module is missing would always be skipped after the module is
+    moved."""
     named = {
         name
         for path in sorted((ROOT / "tests").rglob("*.py"))

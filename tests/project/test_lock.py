@@ -1,6 +1,6 @@
 """Test that requirements.txt lists the dependencies in pyproject.toml, that
-deploy/requirements.lock pins allowed versions with hashes, and that docs/licenses.md has the
-licenses of all of them."""
+deploy/requirements.lock pins allowed versions with hashes, and that docs/licenses.md lists the
+license of every dependency."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_the_page_of_licenses_lists_what_a_linux_computer_installs():
 
 
 def test_the_page_has_the_licenses_of_the_installed_versions():
-    """Compare rows with metadata as Python reads them; pip reports them when it writes the page."""
+    """Compare the page's rows with the metadata that Python reads. The script that writes the page
+    gets the metadata from pip."""
     text = (ROOT / "docs" / "licenses.md").read_text()
     stated_license = runpy.run_path(str(ROOT / "docs" / "licenses.py"))["stated_license"]
     compared = 0

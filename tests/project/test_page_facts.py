@@ -25,7 +25,7 @@ ELSEWHERE = {
 
 
 def calls_of(text: str) -> list[str]:
-    """Return all calls with a keyword argument that appear in backticks in a page's prose."""
+    """Return all calls that have a keyword argument and appear in backticks in a page's prose."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
     return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]

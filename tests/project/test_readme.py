@@ -180,7 +180,7 @@ def test_the_real_command_accepts_each_command_of_a_page(line, understand):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_examples_print_the_output_shown_below_them(page):
-    """All examples of a page run from top to bottom in one namespace, as if a reader had pasted
+    """All examples on a page run from top to bottom in one namespace, as if a reader had pasted
     them into an interpreter. Examples that need data have separate tests."""
     names: dict[str, object] = {}
     shown = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.S)
@@ -192,7 +192,7 @@ def test_python_examples_print_the_output_shown_below_them(page):
 
 
 def write_digits(root: Path) -> None:
-    """Write shards of scikit-learn's 1,797 digits in white on black. Every fifth digit is a
+    """Write shards with scikit-learn's 1,797 digits in white on black. Every fifth digit is a
     validation image."""
     root.mkdir()
     digits = load_digits()

@@ -116,7 +116,7 @@ def with_login(web: WebServer, path: str = "/p") -> str:
 
 
 @needs("report")
-@pytest.mark.full  # the tests below cover a header and a query
+@pytest.mark.full  # the tests below cover logins in a header and in a query
 def test_a_run_from_a_url_with_a_login_leaks_no_secret(web, place, shards):
     web.login = f"me:{PASSWORD}"
     config = write_config(place, shards, steps=2)

@@ -1,7 +1,7 @@
 """Test the promises in SECURITY.md that affect more than one module.
 
-A shell must never execute a setting as code, file names must not be able to control the terminal,
-and temporary paths must be private.
+A shell must never execute a setting as code. File names must not control the terminal. Temporary
+paths must be private.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def test_a_config_makes_no_objects(source, tmp_path):
 
 
 def test_no_picture_starts_a_program():
-    """Pillow passes PostScript to Ghostscript, and supports dozens of formats that are rarely
-    tested."""
+    """Pillow passes PostScript files to Ghostscript, and supports dozens of other formats that are
+    rarely tested."""
     drawing = io.BytesIO()
     Image.new("RGB", (4, 4)).save(drawing, "EPS")
     data = drawing.getvalue()

@@ -1,5 +1,5 @@
 """Test that the table in seeds.md contains each row of the five projects exactly once, and that
-each command runs with the small settings described on the page."""
+each command in the table runs with the small settings described on the page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ NEEDS = (
 """Maps a part of a command to a row of the table whose first command must run before this
 command."""
 CHEAP = "shapes vit_b16"
-"""The end of the only command that `make test` runs. All other commands are marked `full`."""
+"""The end of the only command in the table that `make test` runs. The tests of all other commands
+are marked `full`."""
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_the_mistake_has_the_stated_result(row: Row, base, place, monkeypatch, c
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
     before = snapshot(place)
     if row.status == 2:
-        with pytest.raises(ValueError) as ended:  # noqa: PT011  # the row has its text
+        with pytest.raises(ValueError) as ended:  # noqa: PT011  # the row has the message
             SCENARIOS[row.what](base, place)
         assert re.fullmatch(pattern_of(row.printed), f"error: {ended.value}"), ended.value
     else:

@@ -1,6 +1,6 @@
 """Test the rows of errors/rows.yaml about weights from other programs and about exports.
 
-The command must print the error of each row, and must not leave any files.
+The command must print the error in each row, and must not leave any files.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml README.md LI
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Build a wheel from the sdist of this checkout, install it into `site/` in an empty folder,
-    and return the folder."""
+    """Build a wheel from this checkout's sdist, install it into `site/` in an empty folder, and
+    return that folder."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()

@@ -93,7 +93,7 @@ class Cluster:
             },
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            # sbatch passes the mark on to the jobs
+            # sbatch passes this variable on to the jobs
             families.MARK: f"{os.environ[families.MARK]}.cluster.",
         }
         self.submitted: list[Job] = []

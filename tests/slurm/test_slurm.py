@@ -355,14 +355,14 @@ def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     assert (run_dir / "stopped_early").exists()
-    time.sleep(7)  # wait longer than a requeued job waits in these tests
+    time.sleep(7)  # wait longer than a requeued job would wait before it starts
     facts = job.facts()
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", restarts), job.log
 
 
 def test_only_tasks_of_srun_without_torchrun_are_refused(cluster, shards, tmp_path):
-    """In the batch script, in `salloc` and in a step with one task, a process trains alone,
-    although SLURM_NTASKS is 2."""
+    """A process trains alone in the batch script, in `salloc` and in a step with one task, although
+    SLURM_NTASKS is 2."""
     config = write_config(tmp_path, shards, steps=2)
     settings = " ".join(TINY)
     script = tmp_path / "job.sh"

@@ -19,7 +19,7 @@ KERNELS = {
     "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
     "math": "aten::_scaled_dot_product_attention_math",
 }
-"""The kernels that torch has on CPUs, and their names in a profile."""
+"""Maps each kernel that torch has on CPUs to its name in a profile."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.03}
 
 
@@ -40,7 +40,7 @@ def choose(model: nn.Module, attention: str, precision: str = "fp32") -> None:
 
 
 def used(model: nn.Module, precision: str) -> tuple[set[str], torch.Tensor]:
-    """Return the kernels in the profile of a forward and backward pass, and the logits."""
+    """Return the kernels in the profile of a forward and backward pass, and return the logits."""
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

@@ -106,7 +106,7 @@ def test_counts_the_checkpoints_that_exist_at_the_same_time(config):
     ],
 )
 def test_counts_the_checkpoints_of_keep_every(config, settings, expected):
-    """Saves are at steps 3, 6, 9 and 12."""
+    """The run saves checkpoints at steps 3, 6, 9 and 12."""
     settings = tiny(config, "checkpoint.keep_last=1", *settings)
     plan, _ = make_plan(settings, 60, 1)
     assert room_of(settings, plan).num_checkpoints == expected

@@ -1,5 +1,5 @@
 """Test the notes that a run prints before it starts, and the memory sizes and core counts in them.
-The tests replace the kernel's files with copies."""
+Copies with changed values replace the kernel's files in these tests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
             },
             3 * GIB // 2,
         ),
-        (  # cgroup version 1 next to version 2, which has no controllers
+        (  # cgroup versions 1 and 2, where version 2 has no controllers
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "12:cpu,cpuacct:/a\n4:memory:/a/b\n0::/",
@@ -377,8 +377,8 @@ def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path
 
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
-    """If a CPU has to emulate bf16, two steps of ViT-B take minutes and the run seems to hang. The
-    test simulates such a CPU by limiting torch's instruction set."""
+    """If a CPU has to emulate bf16, two training steps of ViT-B take minutes, and the run seems to
+    hang. The test simulates such a CPU by limiting torch's instruction set."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"

@@ -37,7 +37,8 @@ def test_few_updates_from_random_weights_get_a_note_and_a_trial_does_not(config,
 
 @pytest.mark.slow
 def test_a_model_that_is_no_better_than_the_largest_class_gets_a_note(config, tmp_path, capfd):
-    """Without a learning rate, the head of zeros answers one class for all images."""
+    """With a negligible learning rate, the head remains almost zero and predicts one class for all
+    images."""
     settings = [*TINY, f"run.dir={tmp_path / 'run'}", "train.steps=2", "eval.every_steps=2"]
     settings += ["optim.lr=1e-12", "ema.decay=null"]
     (note,) = [n for n in notes_of(capfd, "--config", config, *settings) if "top-1 is not" in n]
@@ -68,7 +69,7 @@ def test_an_unchanged_schedule_gets_no_note(config, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_mac_says_that_its_gpu_is_not_used(config, tmp_path, capfd, monkeypatch):
-    # torch itself would try to use the GPU that it sees, so only this module sees it.
+    # Only the tested module sees a GPU, because torch itself would try to use it.
     mps = SimpleNamespace(is_available=lambda: True)
     torch = SimpleNamespace(backends=SimpleNamespace(mps=mps))
     monkeypatch.setattr("vit.start.start_lines.torch", torch)

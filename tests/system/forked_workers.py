@@ -1,8 +1,8 @@
 """Start preparation's workers quickly by forking a server that has imported data_prep.
 
-A worker that is spawned, as in users' commands, imports data_prep for 0.3 CPU-seconds, and the
-tests start hundreds. Only workers of the tests' own process are forked. Tests of commands spawn
-them.
+A spawned worker, as in users' commands, needs 0.3 CPU-seconds to import data_prep, and the tests
+start hundreds of workers. Only workers of the tests' own process are forked. Commands that are
+tested in their own process spawn their workers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from multiprocessing.context import BaseContext
 
 NOT_READ = ("PYTEST_CURRENT_TEST",)
 SOCKET_PATH_BYTES = 70
-"""The maximum length of the temporary folder's path. The path of the server's socket is 32 bytes
-longer, and macOS limits it to 103."""
+"""The maximum length of the temporary folder's path in bytes. The path of the server's socket is 32
+bytes longer, and macOS limits socket paths to 103 bytes."""
 _get_context = multiprocessing.get_context
 _environment: dict[str, str] = {}
-"""The environment in which the server started, which its workers keep."""
+"""The environment in which the server was started. Its workers have the same environment."""
 
 
 def install() -> None:
-    """Fork the workers of each later call that would spawn them in the server's environment."""
+    """Replace `multiprocessing.get_context`. Later calls fork the workers that they would otherwise
+    spawn, if the environment equals the server's."""
     multiprocessing.get_context = get_context
 
 

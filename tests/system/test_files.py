@@ -1,5 +1,5 @@
-"""Test that a process never deletes the temporary files of a running process, that the files of
-killed processes are removed, and that the parent folder of a result is made."""
+"""Test that a process never deletes a running process's temporary files, that killed processes'
+files are removed, and that a result's parent folder is created."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
 
 @pytest.mark.parametrize("before", ["nothing", "the link", "another link", "a file"])
 def test_a_link_replaces_whatever_has_its_name(before, tmp_path):
-    """A copy of a run that followed links has a file in place of the link."""
+    """If a run was copied by a program that follows links, the copy has a file in place of the
+    link."""
     path = tmp_path / "model.safetensors"
     if before == "a file":
         path.touch()

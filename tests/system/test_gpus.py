@@ -85,8 +85,8 @@ def test_every_gpu_is_found_by_its_own_name():
 
 
 def test_time_per_byte_and_per_operation_are_consistent():
-    """If a peak performance, memory size or bandwidth were wrong by a factor of ten, the ratio
-    would be outside the expected range."""
+    """If a peak performance, memory size or bandwidth were wrong by a factor of ten, the ratio of
+    two of these values would be outside the expected range."""
     for gpu in GPUS:
         assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gbs < 550, gpu.name
         assert 0.5 < gpu.memory_gib / gpu.bandwidth_gbs * 40 < 3.1, gpu.name

@@ -120,8 +120,8 @@ def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomput
     for name, parameter in new.items():
         if parameter.requires_grad:
             assert not torch.equal(parameter, old[name]), name
-            # The size of AdamW's first update is the learning rate, whatever the gradient. If a
-            # gradient is only rounding noise, the sign of the update is random.
+            # The size of AdamW's first update equals the learning rate and does not depend on the
+            # gradient. If a gradient is only rounding noise, the sign of the update is random.
             clear = plain.get_parameter(name).grad.abs() > 1e-6
             torch.testing.assert_close(
                 parameter[clear], expected[name][clear], rtol=1e-3, atol=1e-3

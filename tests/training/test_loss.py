@@ -1,4 +1,4 @@
-"""Compare losses with those of torch and timm."""
+"""Compare our losses with those of torch and timm."""
 
 import numpy as np
 import pytest
@@ -159,7 +159,7 @@ def test_binary_cross_entropy_of_labels_equals_timm(smoothing, threshold, sum_cl
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_binary_cross_entropy_of_mixed_targets_equals_timm(smoothing):
-    """timm smooths the targets during mixing, and its loss does not change these targets."""
+    """timm smooths the targets during mixing. Its loss does not change these targets."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9)
     labels = torch.randint(9, (6,))

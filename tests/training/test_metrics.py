@@ -1,5 +1,5 @@
 """Compare accuracy with torch's top-k and with manual counts. Results must be bit-identical for
-every order and every partition of the samples."""
+every order of the samples and every partition into batches."""
 
 import math
 import random

@@ -44,7 +44,8 @@ def test_the_share_of_vit_b16_equals_a_sum_by_hand():
 
 
 def test_the_peak_is_measured_with_products_of_random_numbers(monkeypatch):
-    """Every machine performs between a million and 10**18 operations per second."""
+    """The measured peak of any machine must be between a million and 10**18 operations per
+    second."""
     factors = []
 
     def multiply(a, b):

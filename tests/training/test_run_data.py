@@ -1,4 +1,5 @@
-"""Test which precision and compilation `auto` means on a device, and that a run keeps them."""
+"""Test which precision and compilation the value `auto` selects on a device, and that a run keeps
+them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def config_of(**settings: object) -> Config:
         ((8, 0), False, True),  # A100
         ((8, 9), False, True),  # L4
         ((12, 0), False, True),  # RTX 5090
-        ((6, 0), True, True),  # AMD's numbers have another meaning
+        ((6, 0), True, True),  # AMD's capability numbers have another meaning
     ],
 )
 def test_gpus_have_bf16_from_ampere_on(capability, is_amd, expected, monkeypatch):
@@ -66,7 +67,8 @@ def test_all_ranks_agree_on_what_every_gpu_has(lacking, monkeypatch):
 
     def chosen(world: World) -> str:
         gpus = World(world.rank, world.size, torch.device("cuda", world.rank), world.store)
-        # Rank 1 was started with other settings, which `check_same_settings` would report next.
+        # Rank 1 was started with different settings, which `check_same_settings` would report
+        # afterwards.
         config = config_of(precision="fp16" if world.rank == 1 else "auto")
         return choose_settings(config, gpus).train.precision
 
@@ -97,8 +99,8 @@ def test_a_forgotten_choice_is_an_error_rather_than_fp32():
 def test_a_run_keeps_its_precision_on_another_device(
     began, given, config, tmp_path, monkeypatch, capfd
 ):
-    """A CPU that claims to lack bf16 stands in for another device. fp16 also stores a loss scale,
-    and its overflows are skipped."""
+    """A CPU that claims to lack bf16 simulates another device. fp16 also stores a loss scale, and
+    its overflows are skipped."""
     run_dir = tmp_path / "run"
     same = ("launch/train.py", "--config", config, *AUTO, "schedule.name=constant")
     line = (*same, f"run.dir={run_dir}")

@@ -1,6 +1,7 @@
-"""Test that fields of other programs' configs are honored, refused or named, never ignored.
+"""Test that every field in other programs' configs is honored, rejected or reported, and never
+silently ignored.
 
-transformers' own image processors and pipelines are the independent implementation.
+The results are compared with transformers' own image processors and pipelines.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def vit_folder(tmp_path_factory) -> Path:
 
 
 def photo(width: int = 50, height: int = 36) -> bytes:
-    """Return a smooth picture. Its margins are even, so that all programs crop the same pixels."""
+    """Return a smooth picture. Its margins have an even number of pixels, so that all programs crop
+    the same pixels."""
     y, x = np.mgrid[:height, :width]
     pixels = np.stack([x * 4, y * 5, (x + y) * 2], axis=2).astype(np.uint8)
     data = io.BytesIO()
@@ -178,7 +180,7 @@ def test_the_tables_know_all_fields_that_the_programs_write(saved, tmp_path):
     assert ViTConfig(**SIZES).to_diff_dict().keys() <= VIT_CONFIG.keys()
     assert {*timm.models._pretrained.PretrainedCfg.__dataclass_fields__} - {
         "state_dict",  # never in a file
-        "test_input_size",  # change predictions, if a program asks for them
+        "test_input_size",  # this and the next change predictions if a program uses them
         "test_crop_pct",
     } <= TIMM_CONFIG.keys()
 
@@ -196,7 +198,7 @@ def test_networks_that_compute_something_else_are_refused_by_all_readers(config,
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | config))
     with pytest.raises(ValueError, match=message):
-        read_weights(tmp_path)  # as init.checkpoint does
+        read_weights(tmp_path)  # as `init.checkpoint` reads weights
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,8 @@ def test_timms_label_offset_is_refused_and_test_sizes_are_named(tmp_path):
 
 
 def test_the_command_line_in_timms_checkpoint_is_used(tmp_path):
-    """timm stores its command line, and `vit.load` evaluates as timm's validate.py with it."""
+    """timm's checkpoint stores the command line. With it, `vit.load` must evaluate as timm's
+    validate.py does."""
     made_with = {"img_size": 32, "num_heads": 6, "init_values": 0.1}
     name = "vit_tiny_patch16_224"
     theirs = timm.create_model(name, num_classes=3, **made_with).eval()

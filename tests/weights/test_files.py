@@ -1,5 +1,5 @@
-"""Test weights files from other programs: position embeddings are resampled as in timm, no code is
-run, loading is strict, and files are written completely or not at all."""
+"""Test weights files from other programs. Position embeddings are resampled as in timm, no code is
+run, and loading is strict. Files are written completely or not at all."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +112,8 @@ def test_a_class_token_without_position_gets_zeros():
 def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
     form, registers, tmp_path
 ):
-    """A model adds positions to tokens, so the sum of both must stay bit-identical."""
+    """A model adds positions to tokens, so the sum of a token and its position must stay
+    bit-identical."""
     source = tiny(0, reg_tokens=registers)
     size = 96 if form == "another size" else 64
     model = VisionTransformer(
@@ -225,7 +226,7 @@ def test_timm_models_are_resampled_and_reset():
     assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
-# ---- data with classes that differ from those of the head ----
+# ---- data with classes that differ from the head's ----
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 
@@ -292,7 +293,7 @@ def test_classes_without_names_are_counted():
     assert class_mismatch(trained_on([], 5), ["a", "b"], 2) == counted
     assert class_mismatch(trained_on([], 5), [], 5) == ""
     unnamed = "the model has class names, but the data do not: labels are compared by number"
-    # If the class counts are equal, the classes may still differ.
+    # Even if the data and the head have the same number of classes, the classes may differ.
     assert class_mismatch(trained_on(MODEL), [], 5) == unnamed
     assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
         "a head with unused classes gets no note on its own data"
@@ -303,7 +304,7 @@ def test_classes_without_names_are_counted():
 
 
 def test_classes_of_imagenet_at_other_labels_are_noted():
-    """ImageNet-A and ImageNet-R have 200 of the 1,000 classes."""
+    """ImageNet-A and ImageNet-R have 200 of ImageNet's 1,000 classes."""
     info = ImageNetInfo("imagenet-1k")
     wnids = [info.index_to_label_name(label) for label in range(1000)]
     published = trained_on(None, 1000)

@@ -107,7 +107,7 @@ class Harmful:
 
 
 def test_an_argparse_namespace_beside_the_weights_is_ignored(tmp_path):
-    """The files of MAE and DeiT contain the argparse namespace of the training command."""
+    """MAE's and DeiT's files contain the argparse namespace of the training command."""
     torch.save(
         {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
         tmp_path / "namespace.pth",
@@ -228,8 +228,8 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
 
 
 def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
-    """If the number of classes, the grid or a class name is damaged, the error must be raised when
-    the file is read, before other code uses the value."""
+    """If the number of classes, the grid or a class name is damaged, reading the file must raise
+    the error, before other code uses the value."""
     good = {
         "config": "{}",
         "num_classes": "10",
@@ -256,8 +256,8 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
 
 
 def test_an_error_of_the_operating_system_is_one_line(tmp_path):
-    """Tests may run as root, and root can read any file. The test therefore triggers errors that
-    are not about permissions."""
+    """Tests may run as root, and root can read any file. The test therefore triggers errors that do
+    not depend on permissions."""
     os.mkfifo(tmp_path / "pipe.pth")
     (tmp_path / "loop.pth").symlink_to("loop.pth")
     for name, message in {"pipe": "is not a regular file", "loop": "is a broken link"}.items():

@@ -31,13 +31,13 @@ PICKLED = "someone/pickled"
 OTHER = "someone/vit"
 GATED = "someone/gated"
 NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
-"""The repository of the weights from which configs/photos.yaml starts. The local hub serves a small
-model under this name."""
+"""The Hub repository with the weights from which configs/photos.yaml starts. The local hub serves a
+small model under this name."""
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
 def small_repository(folder: Path) -> dict[str, bytes]:
-    """Return the files that timm uploads to the Hub, including a file of pickled weights."""
+    """Return the files that timm uploads to the Hub, including a file with pickled weights."""
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch16_224", num_classes=3, **SIZES).eval()
     torch.nn.init.normal_(model.head.weight)

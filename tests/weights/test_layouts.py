@@ -152,9 +152,9 @@ def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_
     assert_close(logits(model, images), logits(other, images), model.depth)
 
 
-# ---- variants of the layouts ----
+# ---- variants of layouts ----
 def test_variants_of_big_visions_names_are_read(tmp_path):
-    """The variants have no class token, store all blocks in one array, or use equal names for
+    """The variants have no class token, store all blocks in one array, or use the same name for
     several heads."""
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
     weights = model.state_dict()

@@ -41,8 +41,8 @@ def test_the_model_of_a_timm_checkpoint_is_read_from_the_file(model, tmp_path):
 
 
 def test_a_published_accuracy_is_not_assigned_to_weights_trained_by_the_user(tmp_path):
-    """DeiT's program saves the name of the model, and torchvision's example saves the name of a
-    class."""
+    """DeiT's program saves the model's name, and torchvision's example saves the name of the
+    model's class."""
     weights = create_model("vit_ti16", num_classes=1000).state_dict()
     path = tmp_path / "checkpoint.pth"
     torch.save({"model": weights, "args": {"model": "deit_tiny_patch16_224"}}, path)
@@ -73,8 +73,8 @@ def test_a_published_accuracy_is_not_assigned_to_weights_trained_by_the_user(tmp
 def test_the_model_of_maes_and_torchvisions_own_checkpoints_is_read(
     arch, pools, options, view, is_named, tmp_path
 ):
-    """`fc_norm` says that MAE averages the patches. The sizes are those of their programs, whose
-    transforms are `Resize(resized)` and `CenterCrop(side)`."""
+    """A weight named `fc_norm` means that MAE averages the patches. The sizes come from the
+    training programs, whose transforms are `Resize(resized)` and `CenterCrop(side)`."""
     side, *_ = view
     name = {"RETFound_mae": "vit_l16"}.get(arch, f"vit_{arch[4]}{arch[-2:]}")
     parts = {"global_pool": "avg"} if pools else {}
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_maes_fine_tuning_has_timms_logits(tmp_path):
     images = torch.rand(2, 3, 224, 224)
     trained = vit.load(tmp_path / "checkpoint-best.pth")
     assert torch.equal(trained(images), network(images).detach())
-    # MAE publishes its encoder without a head, and its names with and without a patch size.
+    # MAE publishes its encoder without a head. Its model names contain a patch size or omit it.
     encoder = timm.create_model("vit_base_patch16_224", num_classes=0).eval()
     torch.save({"model": encoder.state_dict()}, tmp_path / "mae_pretrain_vit_base.pth")
     features = vit.load(tmp_path / "mae_pretrain_vit_base.pth")(images)

@@ -1,4 +1,4 @@
-"""Test that weights are fitted to gray images and other patches as timm fits them."""
+"""Test that weights are adapted to gray images and other patch sizes as in timm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_gray_images_and_other_patches_have_timms_logits(is_gray, patch, dtype, 
     images = torch.rand(2, 1 if is_gray else 3, 64, 64)
     if dtype == torch.float32:
         assert torch.equal(mine(images), theirs(images))
-    # timm rounds to fp16 after each of both changes.
+    # timm rounds to fp16 after each of the two changes.
     torch.testing.assert_close(mine(images), theirs(images), rtol=1e-3, atol=1e-3)
 
 

@@ -1,5 +1,5 @@
-"""Test that positions are copied where they fit, and that a grid is guessed only where neither the
-model nor the file states it. timm's `checkpoint_path=` is the independent implementation."""
+"""Test that positions are copied where they fit, and that a grid is guessed only if neither the
+model nor the file states it. The results are compared with timm's `checkpoint_path=`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from vit.weights.files import load_weights, read_weights
 
 PATCH = 4
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 5, "patch_size": PATCH}
-# (n-1) x (n+1) plus a class token is a square, and so are the products of the second row.
+# The first four grids have (n-1) x (n+1) positions, which become a square number with a class
+# token. All other grids have a square number of positions.
 GRIDS = [(3, 5), (6, 8), (14, 16), (8, 6), (2, 8), (4, 16), (9, 16), (18, 32), (8, 32), (7, 7)]
 TOKENS = {
     "class token": {"class_token": True},
@@ -75,7 +76,7 @@ def test_a_square_is_guessed_for_other_sizes_as_in_timm(old, new, tokens, tmp_pa
 
 
 def test_the_models_grid_precedes_a_square_for_tokens_without_positions():
-    """64 positions may be 8x8 or 4x16, and the model has 4x16."""
+    """64 positions may form a grid of 8x8 or 4x16, and the model's grid is 4x16."""
     source = timm_model((4, 16), no_embed_class=True).state_dict()
     source["pos_embed"] = source["pos_embed"].clone()
     model = VisionTransformer(image_size=px((4, 16)), **TINY)
@@ -140,7 +141,7 @@ def test_the_command_line_in_the_file_states_the_grid(args, tmp_path: Path):
 
 
 def test_a_config_without_a_model_states_the_grid(tmp_path: Path):
-    """The remedy in the messages must work, also for weights whose grid no guess would find."""
+    """The remedy in the messages must work even for weights whose grid cannot be guessed."""
     theirs = randomise(timm.create_model(NAME, img_size=(32, 112), num_classes=5))
     path = tmp_path / f"{NAME}.augreg_in21k_ft_in1k.safetensors"
     save_file(theirs.state_dict(), path)

@@ -1,5 +1,5 @@
-"""Test published models. The table must match timm's settings, results must match those of timm's
-models and transforms, and misspelled names must be rejected."""
+"""Test published models. The table must match timm's settings. Results must match those of timm's
+models and transforms. Misspelled names must be rejected."""
 
 from __future__ import annotations
 

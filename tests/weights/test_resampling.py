@@ -1,4 +1,4 @@
-"""Test that position embeddings that are resampled to another grid match timm's."""
+"""Test that resampling position embeddings to another grid gives the same results as in timm."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Test that checkpoints of training programs load: their containers, prefixes and averages.
+"""Test that the checkpoints of training programs load, with their containers, prefixes and
+averages.
 
 Each test saves the weights of timm's or torchvision's model as a training program does, and
 compares logits with that model.
@@ -33,14 +34,14 @@ def timm_model(**arguments: Any) -> torch.nn.Module:
 
 
 def loaded_from(path, **arguments: Any) -> tuple[torch.nn.Module, list[str]]:
-    """Return our tiny ViT with the weights at `path`, and all notes."""
+    """Return our tiny ViT with the weights at `path`, and all notes about loading them."""
     loaded = read_weights(path)
     model = create_model(**{**SIZES["tiny"], **arguments}).eval()
     return model, [*loaded.notes, *load_weights(model, loaded.weights, loaded.grid_size)]
 
 
 def test_the_average_of_torchvisions_references_is_preferred(tmp_path):
-    """references/classification/train.py saves both with --model-ema."""
+    """With --model-ema, references/classification/train.py saves the weights and their average."""
     model = randomised(theirs("torchvision", ours("tiny")))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     with torch.no_grad():
@@ -63,7 +64,8 @@ def test_the_average_of_torchvisions_references_is_preferred(tmp_path):
 
 @pytest.mark.parametrize("in_sequence", [False, True])
 def test_the_head_that_replaces_torchvisions_is_read(in_sequence, tmp_path):
-    """Tutorials write `model.heads = torch.nn.Linear(...)`, or a Sequential with such a layer."""
+    """Tutorials write `model.heads = torch.nn.Linear(...)`, or use a Sequential with such a
+    layer."""
     model = theirs("torchvision", ours("tiny"))
     head = torch.nn.Linear(model.hidden_dim, 7)
     model.heads = torch.nn.Sequential(head) if in_sequence else head
@@ -79,7 +81,7 @@ PREFIXES = ["model.", "net.", "backbone.", "module._orig_mod.", "model.module.ne
 @pytest.mark.parametrize("program", ["timm", "torchvision", "huggingface"])
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_prefix_of_all_names_is_removed(prefix, program, tmp_path):
-    """Lightning, solo-learn and classes around a model add such prefixes."""
+    """Lightning, solo-learn and classes that wrap a model add such prefixes."""
     model = randomised(theirs(program, ours("tiny")))
     weights = {prefix + name: value for name, value in model.state_dict().items()}
     torch.save({"state_dict": weights, "pytorch-lightning_version": "2.5"}, tmp_path / "l.ckpt")
@@ -93,7 +95,8 @@ def test_a_prefix_of_all_names_is_removed(prefix, program, tmp_path):
 
 @pytest.mark.parametrize("outer", ["", "model.", "net.vit."])
 def test_a_prefix_of_some_names_is_removed_and_others_are_named(outer, tmp_path):
-    """In a class with a backbone and a head, only the backbone has a prefix of its own."""
+    """In a class with a backbone and a head, only the backbone's names have an additional
+    prefix."""
     model = timm_model()
     weights = {
         outer + (name if name.startswith("head") else f"backbone.{name}"): value
@@ -113,7 +116,8 @@ def test_a_prefix_of_some_names_is_removed_and_others_are_named(outer, tmp_path)
 
 
 def test_the_average_is_preferred_among_networks_of_one_file(tmp_path):
-    """A Lightning module may contain its average, and self-supervised training two networks."""
+    """A Lightning module may contain the average of its weights. A model for self-supervised
+    training contains two networks."""
     model, average = timm_model(), timm_model()
     with torch.no_grad():
         average.head.bias.add_(1)
@@ -184,7 +188,7 @@ def test_mmpretrains_names_are_read(parts, tmp_path):
 @pytest.mark.parametrize("registers", [0, 4])
 @pytest.mark.parametrize("side", [28, 42])
 def test_dinov2s_own_names_are_read_as_by_timm(registers, side, tmp_path):
-    """facebookresearch/dinov2 stores a mask token, and no positions of registers."""
+    """facebookresearch/dinov2 stores a mask token, but no positions for registers."""
     arguments = {"embed_dim": 48, "depth": 2, "num_heads": 3, "init_values": 1e-2}
     if registers:
         arguments |= {"reg_tokens": registers, "no_embed_class": True}
@@ -206,7 +210,7 @@ def test_dinov2s_own_names_are_read_as_by_timm(registers, side, tmp_path):
 
 
 def test_an_error_about_names_says_first_that_none_fits():
-    """The head is not what differs, so a new head is no remedy."""
+    """The whole network differs and not only its head, so the error must not suggest a new head."""
     weights = timm.create_model("resnet10t", num_classes=7).state_dict()
     message = (
         "the weights do not fit the model: they are probably the weights of a ResNet; no name fits:"
@@ -249,7 +253,8 @@ def test_other_containers_are_opened(keys, note, tmp_path):
 
 
 def test_the_teacher_of_dinos_training_has_timms_features(tmp_path):
-    """facebookresearch/dino:main_dino.py saves both networks, with projection heads."""
+    """facebookresearch/dino:main_dino.py saves the student and the teacher with their projection
+    heads."""
     model = timm_model(num_classes=0)
     heads = {
         "head.mlp.0.weight": torch.ones(9, 48),

@@ -53,7 +53,7 @@ TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
         ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm has a model with this exact name
         ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
         ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
-        # timm has this model, but our table does not
+        # timm has this model, but it is missing from our table
         ("vit_base_patch16_224.sam_in1k.safetensors", "vit_base_patch16_224.sam_in1k"),
         ("deit_base_distilled_patch16_224-df68dfff.pth", "deit_base_distilled_patch16_224.fb_in1k"),
         (
@@ -90,7 +90,7 @@ def test_a_model_is_identified_by_the_name_that_the_user_gives(tmp_path):
 
 
 def test_a_name_without_a_tag_uses_the_default_settings_of_timm_with_a_note(tmp_path):
-    """Models that users train with timm have no tag in their names."""
+    """The names of models that users train with timm have no tag."""
     default = timm.get_pretrained_cfg("vit_tiny_patch16_224")
     published = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
     assert (published.mean, published.std, published.crop_pct) == (
@@ -381,8 +381,8 @@ def test_the_activation_of_transformers_is_kept_or_refused(activation, tmp_path)
 
 
 def test_a_different_norm_epsilon_is_noted_and_a_large_one_is_rejected(tmp_path):
-    """transformers initializes weights so that tokens are small. Epsilon therefore matters more
-    than with trained weights."""
+    """With transformers' initial weights, tokens are small. Epsilon therefore matters more than
+    with trained weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
     config = ViTConfig(**sizes, num_hidden_layers=2, image_size=32, patch_size=8)

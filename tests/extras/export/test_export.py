@@ -1,4 +1,4 @@
-"""Test that other libraries can open exported models, by running the code on the model card."""
+"""Run the code on the model card to test that other libraries can open exported models."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
 
 
 def test_an_onnx_model_whose_logits_are_nan_is_refused(tmp_path):
-    """A maximum over batches must not drop the NaN of one of them."""
+    """The maximum over all batches must be NaN if the logits of one batch are NaN."""
     subject = subject_of()
     with torch.no_grad():
         subject.model.head.bias[1] = float("nan")

@@ -1,5 +1,5 @@
-"""Test `launch/export.py --to hub`: huggingface_hub uploads to a local hub, from which the model is
-loaded again."""
+"""Test `launch/export.py --to hub`. huggingface_hub uploads the model to a local hub, and the model
+is then loaded from there."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def check_card(text: str, run_dir: Path) -> list[str]:
-    """Check the front matter with the Hub's own reader, and return the pictures of the card."""
+    """Check the front matter with the Hub's own reader, and return the card's pictures."""
     card = ModelCard(text)
     data: Any = card.data
     line = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -250,7 +250,7 @@ def no_network(hub, run_dir, monkeypatch):
 
 
 def full(hub, run_dir, monkeypatch):
-    """The login is stored in a file, and the answer of the server contains it."""
+    """The login is stored in a file, and the server's answer contains the login."""
     hub.refused["/commit/main"] = 413
     monkeypatch.delenv("HF_TOKEN")
     cache = run_dir.parent / "cache"

@@ -1,4 +1,4 @@
-"""Draw a run's W&B page from the files of an offline run: docs/images/wandb.png.
+"""Draw docs/images/wandb.png, a run's W&B page, from the files of an offline run.
 
     python tests/extras/loggers/draw_wandb_page.py runs/demo docs/images/wandb.png
 

@@ -165,7 +165,7 @@ def test_an_error_ends_only_tensorboard(moment, tmp_path, capsys):
     if moment == "at the start":
         (tmp_path / "tensorboard").write_text("in the way")
     record = started(tmp_path, 0)
-    if moment == "in the middle":  # simulate an error in the writer thread on a full disk
+    if moment == "in the middle":  # simulate the error that a full disk causes in the writer thread
         [view] = record._loggers
         assert isinstance(view, TensorboardView)
         worker = view._writer.file_writer.event_writer._async_writer._worker

@@ -1,8 +1,8 @@
 """Test that W&B shows the metrics of a run, and that failures of W&B neither break nor delay the
 run.
 
-The tests use the real wandb package with real processes and sockets. The test server implements the
-part of W&B's API that wandb-core calls.
+The tests use the real wandb package, real processes and real sockets. The test server implements
+the part of W&B's API that wandb-core calls.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
     time.sleep(1.1 - time.time() % 1)
     record.close()
 
-    (part,) = parts(folder)  # the upload of the whole run replaces the first part
+    (part,) = parts(folder)  # the upload of the whole run replaces that of its first part
     assert first_message.startswith("wandb: offline; upload with: wandb sync ")
     messages = capfd.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in messages] == [
@@ -299,7 +299,7 @@ def test_a_failure_before_the_first_printed_line_is_reported(tmp_path, monkeypat
 
 
 def test_a_run_that_never_opened_online_can_be_written_for_a_later_upload(tmp_path, monkeypatch):
-    """W&B creates its folder before it contacts the server. The server in this test never
+    """W&B creates the run's folder before it contacts the server. The server in this test never
     answers."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"

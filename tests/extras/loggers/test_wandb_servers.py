@@ -125,7 +125,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         )
         url = answering(pieces)
     use_server(monkeypatch, url)
-    # Wait longer for this reason, because W&B reports it only after some time.
+    # Wait longer here, because W&B reports this reason only after some time.
     if reason.startswith("CommError"):
         monkeypatch.setattr(wandb_logger.WandbProcess.close, "__defaults__", (60.0,))
     spent_s = one_run(tmp_path)

@@ -51,7 +51,7 @@ def test_uploads_missing_lines_and_rebuilds_a_deleted_run(tmp_path, server, caps
     run_here(*command)
     assert numbers(server.history) == recorded(folder)
 
-    server.history.clear()  # the run has been deleted on the server, so its id cannot be used again
+    server.history.clear()  # the run was deleted on the server, which rejects its id
     (folder / "wandb_id").unlink()
     shutil.rmtree(folder / "wandb")
     run_here(*command)

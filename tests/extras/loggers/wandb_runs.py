@@ -155,8 +155,8 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
 
 
 def wandb_pids() -> list[int]:
-    """Return the ids of the W&B processes that this test has started, which have the test's home
-    folder in their environment."""
+    """Return the ids of the W&B processes that this test has started. Their environment contains
+    the test's home folder."""
     return [
         pid
         for pid in all_pids()

@@ -107,8 +107,8 @@ def test_the_reduced_batch_divides_by_copies_and_lanes(config):
 
 
 def test_counts_operations_for_the_measured_micro_batch(no_data):
-    """With a drop path rate of 0.45 and the form `subset`, a block computes one of two samples, but
-    seven of twelve."""
+    """With a drop path rate of 0.45 and the form `subset`, a block computes one sample of a
+    micro-batch of two, but seven samples of a micro-batch of twelve."""
     fields = {"drop_path_rate": 0.45, "drop_path_form": "subset", "drop_path_schedule": "constant"}
     settings = [f"model.{name}={value}" for name, value in fields.items()]
     done = bench(no_data, "--seconds", 1e-6, "--json", *settings, "data.micro_batch_size=12")
@@ -174,8 +174,8 @@ def test_reports_a_mistake_in_one_line(arguments, message, no_data, monkeypatch)
 
 @pytest.mark.full
 def test_measures_the_configs_and_the_largest_micro_batch_that_fits(no_data):
-    """The test simulates an out-of-memory error of the GPU for more than four images. Everything
-    else is real."""
+    """The test simulates a GPU that runs out of memory with more than four images. Everything else
+    is real."""
     imitation = """
 import runpy, sys, torch, vit.model
 from vit.extras.planner.benchmark import bench

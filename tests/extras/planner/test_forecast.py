@@ -106,8 +106,8 @@ def test_skipped_and_repeated_computations_change_the_operations():
 
 
 def test_stages_of_image_size_count_with_their_own_operations():
-    """The run has 100 epochs with 64 steps each. Half of the epochs use 32 px, a quarter 48 px, and
-    a quarter 64 px."""
+    """The run has 100 epochs with 64 steps each. Half of the epochs use images of 32 px, a quarter
+    use 48 px, and a quarter use 64 px."""
     data = {"root": "none", "global_batch_size": 64}
     stream = {"urls": "http://localhost/{0..1}.tar", "num_samples": 4096}
     stages = ({"until_epoch": 50, "image_size": 32}, {"until_epoch": 75, "image_size": 48})

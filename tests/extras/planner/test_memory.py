@@ -1,4 +1,4 @@
-"""Compare the predicted memory of a step with measurements and manual calculations."""
+"""Compare a step's predicted memory with measurements and manual calculations."""
 
 from __future__ import annotations
 

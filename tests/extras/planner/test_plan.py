@@ -86,7 +86,8 @@ def test_describes_a_small_run_in_seconds_and_whole_numbers():
 
 @pytest.mark.full
 def test_an_unknown_gpu_and_the_limits_of_a_machine_are_taken_from_flags():
-    """The demo computes in fp32, for which the data sheet of an H100 has a peak of 66.9 TFLOP/s."""
+    """The demo computes in fp32. In fp32, an H100 has a peak of 66.9 TFLOP/s according to its data
+    sheet."""
     h100 = ("--peak-tflops", "66.9", "--bandwidth-gbs", "3352", "--memory-gib", "79.1")
     limits = ("--cores", "0.01", "--network-gbs", "100")
     known, unknown, limited = (

@@ -1,4 +1,5 @@
-"""Test that docs/planner_error.md is right, and that its errors are as small as it promises."""
+"""Test that docs/planner_error.md is correct, and that the planner's errors are as small as the
+page promises."""
 
 from __future__ import annotations
 

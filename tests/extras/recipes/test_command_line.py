@@ -1,4 +1,4 @@
-"""Test the output and files of `launch/recipe.py`, and its rows in docs/errors.md."""
+"""Test the output and files of `launch/recipe.py`, and the command's rows in docs/errors.md."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ STATED: dict[str, dict] = {
         "train.seed": 42,
     },
     "vit5_b16_ft": {"data.global_batch_size": 512, "augment.mixup_alpha": 0.8},
-    # MAE's FINETUNE.md states: "the effective batch size is ... 1024"; lr = blr x 1024 / 256
+    # MAE's FINETUNE.md states "the effective batch size is ... 1024", and lr = blr x 1024 / 256.
     "mae_b16_ft": {
         "data.global_batch_size": 1024,
         "optim.lr": 2e-3,
@@ -251,7 +251,7 @@ def test_the_counts_of_the_report_equal_those_of_the_findings(imported):
     arguments = {a.name for a in recipe.reading.table.arguments if a.in_recipe}
     no_argument = sum(not f.theirs for f in recipe.reading.findings)
     assert sum(counts.values()) - counts["place"] - no_argument == len(arguments)
-    # Settings that are the same come last, because there are many.
+    # Settings that are the same in both recipes come last, because there are many.
     headings = ("differs: ", "no equivalent: ", "the same: ")
     lines = [line for line in account(recipe).splitlines() if line.startswith(headings)]
     verdicts = ("differs", "cannot", "same")

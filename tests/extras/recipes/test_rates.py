@@ -124,7 +124,7 @@ def test_rates_are_compared_as_shares_of_the_peak():
     assert same.largest < 1e-3
     late = timm_cosine(2e-3, 100, warmup_epochs=5, min_lr=1e-6, late=1)
     difference = distance(late, ours, 2e-3, 100)
-    # The difference corresponds to two of five epochs of the warm-up.
+    # The difference corresponds to two of the five warm-up epochs.
     assert difference.largest == pytest.approx(0.4, abs=0.02)
     assert difference.at_epoch < 6
     assert 0.02 < difference.mean < 0.04

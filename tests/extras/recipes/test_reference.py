@@ -22,8 +22,8 @@ CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(
     path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
 )
-# Top-1 accuracy from the tables in DeiT III's README and paper, which round the final values in the
-# logs.
+# Top-1 accuracy from the tables in DeiT III's README and paper. The tables round the final values
+# in the logs.
 TABLES = {
     "deit3/vit_s16_800ep": 81.4,
     "deit3/vit_b16_800ep_ft224": 83.8,
@@ -212,7 +212,7 @@ def test_a_run_on_other_data_or_of_another_length_is_not_compared(
     assert not [line for line in metrics(tmp_path / "run", "eval") if "top1_reference" in line]
     lines = metrics(tmp_path / "run", "reference")
     if header[0] == "images: 23":
-        # The curve of another data set, such as the demo's, is no part of the report.
+        # A curve from another data set, such as the demo's, is not compared with the run.
         assert f"note: eval.reference={path} is not compared: {reason}" in log
         assert not lines
         return
@@ -222,8 +222,8 @@ def test_a_run_on_other_data_or_of_another_length_is_not_compared(
 
 
 def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_path):
-    """As for AlgoPerf, the comparison must also work if the published run was longer than the
-    recipe."""
+    """The comparison must also work if the published run was longer than the recipe, as for
+    AlgoPerf."""
 
     class Val(NamedTuple):
         num_samples: int

@@ -28,7 +28,8 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
 """Maps each run folder to its recipe."""
 CHEAPEST = "big_vision/vit_s16_90ep"
-"""The recipe of which `make test` trains a small version. All other recipes are marked `full`."""
+"""The only recipe of which `make test` trains a small version. The tests of all other recipes are
+marked `full`."""
 # Settings for paths, hardware and the frequency of evaluations may differ from the published
 # recipe.
 PLACES = {
@@ -167,8 +168,8 @@ TABLES = {
 
 
 def entry(path: Path, word: str) -> str:
-    """Return the text after `word` in a recipe's header as one line, or "" if the header does not
-    contain `word`."""
+    """Return the text that follows `word` in a recipe's header, as one line. Return "" if the
+    header does not contain `word`."""
     match = re.search(rf"^# {word}\s((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M)
     return " ".join(re.sub(r"^# ", "", match[1], flags=re.M).split()) if match else ""
 
@@ -240,8 +241,8 @@ def test_a_recipe_equals_its_source_except_for_the_differences_in_its_header(nam
     assert ours.keys() == theirs.keys() or "optim.name" in stated
 
 
-# Maps recipes to what the importer says about parts in which their networks differ from their
-# programs'. tests/model/test_golden.py finds these parts.
+# Maps each recipe to the importer's sentences about the parts in which our network differs from the
+# original program's. tests/model/test_golden.py finds these parts.
 PARTS = {
     "augreg/vit_b16_300ep": "learned positions of std 1 / sqrt(width)",
     "deit/vit_b16_300ep": "a class token of std 0.02",

@@ -1,4 +1,4 @@
-"""Test that our tables of other programs' arguments match the flags, types and defaults of the
+"""Test that our tables of other programs' arguments match the flags, types and defaults in the
 programs' parsers.
 
 `parsers.json` contains the flags and the default of each `add_argument` call. A script extracted
@@ -39,7 +39,7 @@ ONLY_OURS = {
     "timm": {
         *("amp_impl", "apex_amp", "native_amp", "force_cpu", "aot_autograd"),
         *("dynamo", "dynamo_backend"),
-        # Since timm 1.0.29.dev0, the version of the parser in parsers.json.
+        # since timm 1.0.29.dev0, whose parser is in parsers.json
         *("lr_decay_fn", "lr_stable_timescale", "stop_epoch", "save_epochs"),
         *("task", "target_format", "multilabel_threshold", "pretrained_cfg_overlay"),
         *("loss", "loss_pos_weight", "loss_class_weight", "loss_weight_power", "class_stats"),
@@ -72,7 +72,7 @@ def test_a_table_has_the_flags_and_defaults_of_the_programs_parser(program):
             default = False
         defaults.setdefault(name_of(argument), True if absent else default)
     if program == "timm":
-        defaults["decay_epochs"] = None  # since 1.0.31, in which it depends on the schedule
+        defaults["decay_epochs"] = None  # since timm 1.0.31, it depends on the schedule
     defaults |= PARSERS[program]["set_defaults"]
     our_defaults = ours.defaults()
     for name, default in defaults.items():

@@ -105,7 +105,7 @@ def test_cooldown_and_prefix_add_epochs_and_a_policy_replaces_color_jitter():
 
 
 def earlier_defaults(command):
-    """Return the report's warning about defaults of earlier versions as one line."""
+    """Return the report's warning about the defaults of earlier timm versions, as one line."""
     (text,) = (f.text for f in import_recipe(command).reading.findings if "2021-09-02" in f.text)
     return text
 
@@ -136,7 +136,7 @@ def test_the_warning_lists_every_unstated_argument():
 @pytest.mark.parametrize(
     "flags",
     [
-        # timm introduced --lr-base together with today's defaults.
+        # timm introduced --lr-base in the same version as today's defaults.
         "--lr-base 0.1",
         "--lr 1e-3 --weight-decay 0.1 --warmup-lr 0 --min-lr 0 --warmup-epochs 5 --sched cosine"
         " --epochs 9 --cooldown-epochs 0",
@@ -355,7 +355,7 @@ def test_pooling_and_activation_are_timms(arguments, ours, missing):
 
 
 def test_a_number_in_a_file_may_be_written_as_on_a_command_line(tmp_path):
-    """YAML 1.1 reads `1e-3` as text, and argparse as a number."""
+    """YAML 1.1 reads `1e-3` as text, but argparse reads it as a number."""
     file = tmp_path / "args.yaml"
     file.write_text("model: vit_base_patch16_224\nopt: adamw\nlr: 1e-3\nbatch_size: 64\n")
     assert import_recipe(str(file), num_gpus=1).settings["optim.lr"] == 1e-3

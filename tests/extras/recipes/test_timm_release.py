@@ -1,4 +1,4 @@
-"""Test that our copy of timm's arguments has all that the installed timm reads from them.
+"""Test that our copy of timm's arguments has every argument that the installed timm reads.
 
 timm's train.py is not part of the package, but the functions that read its arguments are. If a new
 release of timm fails these tests, update `timm_table` and the release that it names.
@@ -53,14 +53,14 @@ LOSS = {
     "num_samples": "class_stats",
 }
 UNKNOWN = {
-    # Arguments of losses that we refuse; how train.py calls their flags is not in the package.
+    # Arguments of losses that we reject. The package does not show how train.py names their flags.
     *("asl_gamma_pos", "asl_gamma_neg", "asl_clip", "asl_reduction", "poly_alpha"),
     *("twoway_tp", "twoway_tn", "db_neg_scale", "db_init_bias", "db_focal_gamma"),
 }
 
 
 class Recorder:
-    """Arguments that record which of them timm reads."""
+    """Parsed arguments that record which arguments timm reads."""
 
     def __init__(self, **values):
         self.values = values
@@ -172,7 +172,8 @@ def test_what_cannot_be_imported_is_refused_by_name(flags, message):
 
 
 def test_an_abbreviated_flag_is_reported():
-    """A newer timm may have a flag of this name, such as --task beside --task-loss-weight."""
+    """A newer timm may have a flag whose name is the abbreviation, such as --task, which also
+    abbreviates --task-loss-weight."""
     imported = import_recipe("python train.py --model vit_base_patch16_224 --batch 64 --lr 1e-3")
     assert "note: --batch is read as --batch-size (as of timm 1.0.31)" in [
         finding.text for finding in imported.reading.findings

@@ -21,8 +21,8 @@ def store_of(url: str) -> ObjectStore:
 
 @pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
 def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy, answer):
-    """Some servers refuse to replace a file but do not name the condition that failed. Others do
-    not support conditions, so the file must be written without one."""
+    """Some servers refuse to replace a file but do not name the condition that failed. Other
+    servers do not support conditions, so the file must be written without a condition."""
     store = store_of(s3.new_bucket())
     assert store.write("a", b"1", only_new=True)
     assert not store.write("a", b"2", only_new=True)

@@ -1,4 +1,4 @@
-"""Test a run in Google Cloud Storage with an emulator (`pip install gcsfs gcp-storage-emulator`).
+"""Test a run in an emulated Google Cloud Storage (`pip install gcsfs gcp-storage-emulator`).
 
 The test is skipped if the emulator is not installed. The emulator does not support conditional
 writes.

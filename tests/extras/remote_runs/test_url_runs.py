@@ -1,4 +1,4 @@
-"""Test that a run stored at a URL has bit-identical results to a run in a local folder.
+"""Test that a run stored at a URL and a run in a local folder have bit-identical results.
 
 The tests use a real S3 server, machines without local files, and network faults.
 """
@@ -141,8 +141,8 @@ def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
 
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
-    """Return a fault that suspends PUT request `number` among those whose path contains `at`. The
-    paths of these requests are appended to `sent`."""
+    """Return a fault that suspends one of the PUT requests whose path contains `at`, namely request
+    `number`. The paths of all these requests are appended to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
         if method == "PUT" and at in path:
@@ -464,7 +464,8 @@ def test_a_working_copy_whose_list_of_files_is_damaged_can_be_used(tmp_path, con
 
 
 def test_the_url_keeps_the_checkpoints_of_keep_every(tmp_path, config):
-    """The second machine has only the newest checkpoint, and must not remove the others."""
+    """The second machine has a copy of only the newest checkpoint, and must not remove the other
+    checkpoints at the URL."""
     url = f"file://{tmp_path / 'bucket'}"
     keep = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3")
     train_here(config, url, tmp_path / "one", *keep, "train.steps=5")

@@ -1,4 +1,5 @@
-"""Open HTML pages in Chromium, and find elements that overlap, are cut or leave their box."""
+"""Open HTML pages in Chromium, and find elements that overlap, are cut off or extend beyond their
+box."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ for (const svg of document.querySelectorAll("body svg")) {
 
 
 def console_of(page: Path, folder: Path) -> list[str]:
-    """Open a page, and return the lines of the browser's console. folder: for its profile."""
+    """Open a page, and return the lines of the browser's console. folder: for the browser's
+    profile."""
     done = subprocess.run(
         [str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder / 'profile'}", page.as_uri()],
         capture_output=True,
@@ -146,8 +148,9 @@ def with_script(page: Path, code: str) -> str:
 def faults_in(pages: Sequence[Path], folder: Path, more: str = "") -> dict[str, list[str]]:
     """Return the faults of each page, keyed by its name, such as "390 px: <p> is cut".
 
-    Each page is opened unchanged, to read the console, and once per width in a frame, which can be
-    narrower than a browser window. more: JavaScript that may add to `faults`.
+    To read the console, each page is opened unchanged. It is also opened in a frame of each width,
+    because a frame can be narrower than a browser window. more: JavaScript that may add to
+    `faults`.
     """
     frames = [(page.as_uri(), 1280) for page in pages]
     for number, page in enumerate(pages):

@@ -1,7 +1,7 @@
 """Run launch/train.py, and write the inputs of the model to the folder $DUMPED_STEPS.
 
-Each step and rank has a separate file, such as `step_00007_rank_1.pt`, which contains inputs,
-targets, losses, margins and labels.
+Each rank writes a separate file for each step, such as `step_00007_rank_1.pt`. The file contains
+inputs, targets, losses, margins and labels.
 """
 
 from __future__ import annotations

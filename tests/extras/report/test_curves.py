@@ -73,7 +73,7 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
         # The line for step 50 is ignored, because the step is repeated after the restart.
         train_line(50, data_wait_s=1.0),
         {"kind": "start", "step": 40, "restarts": 1, "plan": PLAN},
-        # After the restart, the line for step 50 covers only 10 steps instead of 20.
+        # After the restart, the line for step 50 covers 10 steps instead of 20.
         train_line(50, data_wait_s=0.4),
         train_line(60, data_wait_s=99.0),
         train_line(70, images_per_s=None),

@@ -250,7 +250,7 @@ def test_the_memory_of_layers_equals_the_planners():
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]
     assert needs.weights == sum(tensor.nbytes for tensor in tensors)
-    # The hidden layer and the input of an MLP are in memory at the same time.
+    # An MLP's hidden layer and its input are in memory at the same time.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
     plan = SimpleNamespace(

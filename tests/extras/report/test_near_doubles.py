@@ -58,7 +58,7 @@ def planted(tmp_path_factory) -> Path:
     """Train for two epochs on data with planted duplicates.
 
     Images 0 to 8 have a copy with another class in the training set. Images 9 to 17 have a copy in
-    the evaluation set, and image 18 has an identical file.
+    the evaluation set. Image 18 has a byte-identical copy.
     """
     folder = tmp_path_factory.mktemp("planted")
     rng = np.random.default_rng(0)

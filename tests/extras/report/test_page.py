@@ -618,7 +618,7 @@ def test_a_browser_shows_the_page_without_faults(finished, tmp_path):
 @pytest.mark.slow
 @needs_chromium
 def test_a_browser_shows_the_page_of_a_troubled_run_without_faults(tmp_path):
-    """The page has no pictures and no settings, but long tables and long texts."""
+    """The page has long tables and long texts, but no pictures and no settings."""
     text = page_text(tmp_path / "run", *TROUBLED)
     assert "10 recorded" in text
     assert "All 13 evaluations" in text

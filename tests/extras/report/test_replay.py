@@ -140,7 +140,7 @@ def test_steps_of_several_sources_with_an_undecodable_image_are_replayed(tmp_pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards that is in the same folder as the run."""
+    """Train for 12 steps on a copy of the shards. The copy is in the same folder as the run."""
     folder = tmp_path_factory.mktemp("trained")
     root = shutil.copytree(shards, folder / "shards")
     train_here(write_config(folder, root), folder / "run")

@@ -32,7 +32,7 @@ TO_WANDB = ("launch/report.py", "--to-wandb")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shards) -> Path:
-    """Train for 12 steps on a copy of the shards that is in the same folder as the run."""
+    """Train for 12 steps on a copy of the shards. The copy is in the same folder as the run."""
     folder = tmp_path_factory.mktemp("finished")
     root = shutil.copytree(shards, folder / "shards")
     config = write_config(folder, root)

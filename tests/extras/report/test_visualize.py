@@ -1,5 +1,5 @@
-"""Test that every subcommand of `launch/visualize.py` either writes a file and prints its name, or
-prints the reason for not writing one."""
+"""Test that every subcommand of `launch/visualize.py` either writes a file and prints the file's
+name, or prints why it does not write a file."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ def test_an_invalid_stream_is_reported(stream, message, workers, shards, tmp_pat
 def twenty(shards, tmp_path) -> Path:
     """Write a tar of 20 samples, and corrupt copies.
 
-    `<folder>/first.tar` ends before the 11th sample. At the same position, `damaged.tar` and
-    `hole.tar` have a corrupt header.
+    `<folder>/first.tar` ends before the 11th sample. In `damaged.tar` and `hole.tar`, the header of
+    the 11th sample is corrupt.
     """
     image = open_split(shards, "train").read(0)
     path = write_tar(

@@ -1,7 +1,7 @@
 // Copies, and the calls that wait until the device has finished.
 //
-// Copies to and from the device really copy. Copies within the device do not: kernels write nothing,
-// so there is nothing to copy.
+// Copies to and from the device really copy data. Copies within the device do nothing, because
+// kernels write nothing.
 #include "fake.h"
 
 #include <cstring>
@@ -39,7 +39,7 @@ cudaError_t copy(void *to, const void *from, size_t bytes, bool waits) {
 
 }  // namespace
 
-// Let reads from the device give zeros, instead of what was last copied to the address.
+// Make reads from the device return zeros instead of the data last copied to the address.
 EXPORT void fake_gpu_read_zeros(bool zeros) { reads_zeros = zeros; }
 
 EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {

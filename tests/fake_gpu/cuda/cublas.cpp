@@ -1,4 +1,4 @@
-// cuBLAS and cuBLASLt: each matrix product is logged with its sizes (m, n, k), types and number.
+// cuBLAS and cuBLASLt. Each matrix product is logged with its sizes (m, n, k), types and number.
 #include "fake.h"
 
 #include <cublasLt.h>

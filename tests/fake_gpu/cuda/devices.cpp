@@ -1,4 +1,5 @@
-// Devices: an H100 SXM with the memory and the number of GPUs that the environment names.
+// Devices. Each device is an H100 SXM. The environment sets the number of devices, and
+// `fake_gpu_set_memory` sets their memory.
 #include "fake.h"
 
 #include <algorithm>

@@ -10,8 +10,8 @@ const CUcontext CONTEXT = (CUcontext)1;
 
 CUresult not_supported() { return CUDA_ERROR_NOT_SUPPORTED; }
 
-// The newest version of a function has the suffix _v2. Functions of devices that we do not have
-// (multicast, green contexts) are found, and fail when they are called.
+// The newest version of a function has the suffix _v2. Functions for features that the fake GPU
+// lacks (multicast, green contexts) are found, but fail when they are called.
 void *find_function(const char *name) {
   const std::string newest = std::string(name) + "_v2";
   for (const char *each : {newest.c_str(), name})
@@ -34,7 +34,7 @@ EXPORT CUresult cuCtxPopCurrent(CUcontext *context) {
   return CUDA_SUCCESS;
 }
 
-// Triton sets the size of the buffer of `printf`.
+// Triton sets the size of the buffer for `printf`.
 EXPORT CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 
 EXPORT CUresult cuCtxGetLimit(size_t *value, CUlimit) {

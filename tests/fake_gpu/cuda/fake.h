@@ -1,5 +1,5 @@
-// What the files in this folder share. They replace the functions of the CUDA runtime, the driver,
-// cuBLAS and NVML that torch calls. The build compiles all files as one (`build.py`).
+// The declarations that the files in this folder share. The files replace the functions of the CUDA
+// runtime, the driver, cuBLAS and NVML that torch calls. `build.py` compiles all files as one file.
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +20,7 @@ std::recursive_mutex &mutex();
 // log.cpp
 bool is_logging();
 void log(const char *kind, const char *format, ...) __attribute__((format(printf, 2, 3)));
-// A line, and the calling thread's Python stack.
+// Write a line and the calling thread's Python stack.
 void log_stack(const char *kind, const char *what, const void *object = nullptr);
 
 // devices.cpp
@@ -37,7 +37,7 @@ void release(size_t bytes);
 void name_kernel(const void *function, const char *name);
 void launch(const void *function, dim3 grid, dim3 block, size_t shared_bytes, const void *stream);
 
-// Return a value that no other object has: streams, graphs and modules are only their identity.
+// Return a unique value. Streams, graphs and modules consist only of such a value.
 void *new_handle();
 
 }  // namespace fake

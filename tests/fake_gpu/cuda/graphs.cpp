@@ -1,4 +1,4 @@
-// CUDA graphs: one capture at a time, of one stream. A replay is one line in the log.
+// CUDA graphs. Only one stream is captured at a time. A replay is one line in the log.
 #include "fake.h"
 
 namespace {
@@ -19,7 +19,7 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
 }
 
 EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-  *status = (CUstreamCaptureStatus)status_of(stream);  // both interfaces number states alike
+  *status = (CUstreamCaptureStatus)status_of(stream);  // both interfaces use equal numbers
   return CUDA_SUCCESS;
 }
 
@@ -74,7 +74,7 @@ EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
 EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t *, size_t *number) {
-  *number = 1;  // torch warns about empty graphs
+  *number = 1;  // not 0, because torch warns about empty graphs
   return cudaSuccess;
 }
 

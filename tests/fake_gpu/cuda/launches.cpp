@@ -1,4 +1,4 @@
-// Kernels: their names are known, since torch registers them, and launching one only logs it.
+// Kernels. Their names are known, because torch registers them. A launch only logs the kernel.
 #include "fake.h"
 
 #include <cstring>
@@ -12,7 +12,7 @@ struct Configuration {
   cudaStream_t stream;
 };
 
-thread_local Configuration pushed;  // by the code that nvcc makes of kernel<<<...>>>()
+thread_local Configuration pushed;  // set by the code that nvcc generates for kernel<<<...>>>()
 
 std::unordered_map<const void *, const char *> &names() {
   static auto *all = new std::unordered_map<const void *, const char *>;

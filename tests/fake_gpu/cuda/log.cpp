@@ -1,4 +1,4 @@
-// The log: one line per call, of fields separated by tabs. Python opens the file and reads it
+// The log has one line per call, with fields separated by tabs. Python opens and reads the file
 // (`log.py`).
 #include "fake.h"
 
@@ -42,7 +42,7 @@ void log_stack(const char *kind, const char *what, const void *object) {
   std::lock_guard lock(mutex());
   log(kind, "%s\t%p", what, object);
   // Python's faulthandler writes the stack of this thread to the same file before `raise` returns.
-  // It needs no lock of the interpreter, which another thread may hold while it waits for torch.
+  // faulthandler needs no interpreter lock, which another thread may hold while it waits for torch.
   if (stack_signal) raise(stack_signal);
 }
 
@@ -54,8 +54,8 @@ void *new_handle() {
 
 }  // namespace fake
 
-// Write the log to the open file `file` (-1: nowhere). `signal_number` makes faulthandler write a
-// stack (0: no stacks).
+// Write the log to the open file `file`, or nowhere if `file` is -1. `signal_number` is the signal
+// that makes faulthandler write a stack, or 0 for no stacks.
 EXPORT void fake_gpu_log(int file, int signal_number) {
   std::lock_guard lock(fake::mutex());
   log_file = file;

@@ -1,4 +1,4 @@
-// Memory: the device's is memory of the host that is never touched, so it takes no space.
+// Memory. The device's memory is host memory that is never touched, so it takes no space.
 #include "fake.h"
 
 #include <map>

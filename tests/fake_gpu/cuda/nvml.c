@@ -1,5 +1,5 @@
-// NVML, in a library of its own: torch loads it by name. Its functions have no header in torch's
-// wheels, so results are numbers of nvmlReturn_t.
+// NVML is a separate library, because torch loads it by name. torch's wheels have no header for its
+// functions, so results are the numbers of nvmlReturn_t.
 #include <stdio.h>
 #include <string.h>
 
@@ -47,5 +47,5 @@ int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info)
   return NOT_SUPPORTED;
 }
 
-// Leaves the structure at 0: the GPU is in no fabric.
+// Leave the structure at 0, which means that the GPU is in no fabric.
 int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return SUCCESS; }

@@ -1,10 +1,10 @@
-// Streams and events. Everything that a stream gets is done at once, so no call has to wait.
+// Streams and events. Operations are done as soon as they are queued, so no call has to wait.
 #include "fake.h"
 
 namespace {
 
-// The time between any two events. It is fixed, so that the programs that repeat a kernel until
-// enough time has passed (Triton's) soon stop, and choose the same in each session.
+// The time between any two events. Triton repeats a kernel until enough time has passed. With a
+// fixed time, Triton soon stops, and makes the same choice in each session.
 constexpr float ELAPSED_MS = 10;
 
 }  // namespace

@@ -2,8 +2,9 @@
 
     python make_jax.py PROGRAM FOLDER OUT.npz
 
-PROGRAM: a key of `PROGRAMS`. FOLDER: a checkout of its repository. README.md lists the commits and
-the packages. The script calls the program's own network, and contains none of its code.
+PROGRAM: a key of `PROGRAMS`. FOLDER: a checkout of the program's repository. README.md lists the
+commits and the packages. The script calls the program's own network, and contains none of the
+program's code.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 import optax
 
 SIDE, PATCH, WIDTH, DEPTH, HEADS, CLASSES = 12, 4, 16, 2, 2, 5
-"""The small network: 3x3 patches."""
+"""The sizes of the small network, which has 3x3 patches."""
 SMALL = {"num_classes": CLASSES, "patch_size": (PATCH, PATCH), "width": WIDTH, "depth": DEPTH}
 SMALL |= {"mlp_dim": 4 * WIDTH, "num_heads": HEADS}
 FULL = {"num_classes": 1000, "patch_size": (16, 16), "depth": 1}
-"""A network of the recipe's width, of which only the initial weights are recorded."""
+"""The sizes of a network with the recipe's width. Only its initial weights are recorded."""
 
 
 def stub(name: str, **content: Any) -> None:
@@ -132,7 +133,8 @@ PROGRAMS = {
 
 
 def random_weight(name: str, shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    """Return float64 values that are exact in float32, of a size that shows every part."""
+    """Return float64 values that are exact in float32, and large enough that every part of the
+    network affects the results."""
     values = random.standard_normal(shape)
     if name.endswith("bias"):
         values = 0.3 * values

@@ -2,9 +2,9 @@
 
     PYTHONPATH=TIMM python make_torch.py PROGRAM FOLDER OUT.npz
 
-PROGRAM: a key of `PROGRAMS`. FOLDER: a checkout of its repository. TIMM: a folder with timm 0.3.2,
-which these programs require. README.md lists the commits and the packages. The script calls the
-program's own network, loss and parameter groups, and contains none of its code.
+PROGRAM: a key of `PROGRAMS`. FOLDER: a checkout of the program's repository. TIMM: a folder with
+timm 0.3.2, which these programs require. README.md lists the commits and the packages. The script
+calls the program's own network, loss and parameter groups, and contains none of the program's code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 SIDE, PATCH, WIDTH, DEPTH, HEADS, CLASSES = 12, 4, 16, 2, 2, 5
-"""The small network: 3x3 patches."""
+"""The sizes of the small network, which has 3x3 patches."""
 NORM = partial(nn.LayerNorm, eps=1e-6)
 SMALL = {"img_size": SIDE, "patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH}
 SMALL |= {"num_heads": HEADS, "num_classes": CLASSES, "mlp_ratio": 4, "qkv_bias": True}
@@ -31,7 +31,7 @@ FULL |= {"num_heads": 12, "num_classes": 1000}
 
 
 def prepare_timm() -> None:
-    """Let timm 0.3.2 run with current PyTorch: it imports a module that PyTorch removed."""
+    """Provide `torch._six`, a module that timm 0.3.2 imports and that PyTorch has removed."""
     six = types.ModuleType("torch._six")
     vars(six).update(container_abcs=__import__("collections.abc").abc, string_classes=(str,))
     vars(six).update(int_classes=int, inf=float("inf"))
@@ -39,7 +39,8 @@ def prepare_timm() -> None:
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """timm's losses: its MixUp smooths the targets, and its loss does not."""
+    """Return timm's loss with smoothed targets. In timm, MixUp smooths the targets and the loss
+    does not."""
     from timm.loss import SoftTargetCrossEntropy
 
     smoothed = targets * (1 - smoothing) + smoothing / targets.shape[1]
@@ -47,7 +48,7 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) 
 
 
 def binary_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss of engine.py in DeiT and ViT-5 with --bce-loss."""
+    """Return the loss that engine.py in DeiT and ViT-5 computes with --bce-loss."""
     return nn.BCEWithLogitsLoss()(logits, targets.gt(0.0).type(targets.dtype))
 
 
@@ -124,7 +125,7 @@ PROGRAMS = {
 
 
 def groups_of(program: str, model: nn.Module, folder: Path) -> dict[str, tuple[float, float]]:
-    """Return the weight decay and the learning rate's factor of each parameter, for a decay of 1.
+    """Return each parameter's weight decay and its factor of the learning rate, for a decay of 1.
 
     torchvision's reference has parameter groups in a script that is not part of its package.
     """
@@ -150,7 +151,8 @@ def groups_of(program: str, model: nn.Module, folder: Path) -> dict[str, tuple[f
 
 @torch.no_grad()
 def randomize(model: nn.Module, random: np.random.RandomState) -> None:
-    """Fill `model` with values that are exact in float32, of a size that shows every part."""
+    """Fill `model` with values that are exact in float32, and large enough that every part of the
+    model affects the results."""
     for name, value in model.named_parameters():
         drawn = random.standard_normal(tuple(value.shape))
         if name.endswith("bias"):

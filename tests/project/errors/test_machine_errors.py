@@ -156,7 +156,8 @@ def _(place):
 
 
 def start_with(place: Place, ranks: int = 0, **variables: str) -> None:
-    """Run `launch/train.py` with variables that it reads only after all imports."""
+    """Run `launch/train.py` with environment variables that the command reads only after all
+    imports."""
     python = warm_python.python(environment())
     words = ("--config", place.config, f"run.dir={place.run_dir}", *TINY)
     line = command("launch/train.py", *words, ranks=ranks, python=python)
@@ -211,7 +212,7 @@ def _(place):
             place.config,
             f"run.dir={place.run_dir}",
         )
-    else:  # use the project's library under a wrong name
+    else:  # no old Python is installed, so simulate its version
         (place.folder / "sitecustomize.py").write_text(
             "import sys\nsys.version_info = (3, 9, 18)\n"
         )

@@ -142,7 +142,7 @@ ENDLESS = (
     "eval.every_steps=1000000",
     "checkpoint.every_steps=100",
     "log.every_steps=50",
-    "log.sample_losses=0",  # the losses of so many steps would not fit on the disk
+    "log.sample_losses=0",  # the per-image losses of so many steps would not fit on the disk
 )
 
 

@@ -24,7 +24,7 @@ int renameat(int a, const char *from, int b, const char *to) { errno = ENOSYS; r
 
 def at(place: Place, name: str = "copy") -> list[str]:
     """Return settings for a run at a URL. With these settings, the local folder contains only the
-    files that the row describes."""
+    files that the table row describes."""
     local = place.folder.with_name(f"{place.folder.name}_{name}")
     return [f"run.dir=file://{place.folder}/there", f"run.local_dir={local}", "run.lease_s=1"]
 

@@ -88,8 +88,8 @@ def test_every_part_of_a_step_is_timed_without_changing_the_step(step, config):
 
 
 def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
-    """Timing needs two warm-up steps in addition to the timed steps, so it must request exactly two
-    more batches from a loader."""
+    """Before the timed steps, there are two warm-up steps. The timing must therefore request
+    exactly two more batches than timed steps from a loader."""
     batches = synthetic_batches(config, 8, 5, WORLD.device, count=6)
     stream = iter([step.augment.change_batch(batch) for batch in batches])
     assert time_step(step, stream, num_steps=4).num_steps == 4

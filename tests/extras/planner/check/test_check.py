@@ -160,8 +160,8 @@ SECONDS = ("model.image_size=224", "model.depth=12", "loader.num_workers=1")
 
 
 def has_workers(pid: int) -> bool:
-    """Return whether a rank has started its loader workers. Child processes that imports start exit
-    sooner."""
+    """Return whether a rank has started its loader workers. Child processes that are started by
+    imports exit sooner than loader workers."""
     before = children(pid)
     time.sleep(0.5)
     return any(child in before for child in children(pid))

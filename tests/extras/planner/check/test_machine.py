@@ -22,8 +22,8 @@ HOSTS = ("a", "b", "b", "c")
 
 
 def clocks(monkeypatch: pytest.MonkeyPatch, ahead_s: dict[int, float]) -> list:
-    """Return the clock readings of four ranks. `ahead_s` contains the number of seconds by which a
-    rank's clock is ahead."""
+    """Return the clock readings of four ranks. `ahead_s` contains the seconds by which each rank's
+    clock is ahead."""
     own = threading.local()
     shifted = SimpleNamespace(time=lambda: time.time() + own.ahead_s)
     monkeypatch.setattr(machine, "time", shifted)

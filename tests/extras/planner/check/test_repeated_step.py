@@ -1,4 +1,4 @@
-"""Test that repetitions of a step are equal on all ranks, and that a planted flip is found."""
+"""Test that repetitions of a step give equal results on all ranks, and that a bit flip is found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def test_a_flipped_bit_in_one_repetition_is_found():
-    """The bit flips in an activation of the second step, as in a faulty multiplier."""
+    """The test flips a bit of an activation in the second step, as a faulty multiplier would."""
     calls = []
 
     def create():

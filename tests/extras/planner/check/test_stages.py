@@ -1,5 +1,5 @@
-"""Test the stages of the check on several ranks: an unresponsive rank must be named, and no rank
-may wait forever."""
+"""Test the stages of the check on several ranks. The check must name an unresponsive rank, and no
+rank may wait forever."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def check(
 ) -> list[Any]:
     """Run the stages on three ranks, except rank `leave`.
 
-    Return the findings for rank 0, [] for other ranks, and the error for a rank that raised one.
+    Return one result per rank: the findings for rank 0, [] for other ranks, and the error if the
+    rank raised one.
     """
 
     def rank(world: World) -> list[tuple[str, str, str]]:

@@ -72,7 +72,7 @@ def test_a_part_without_time_is_not_run_and_breaks_nothing(tmp_path):
     assert "2 parts were not run (no step waits, peak memory is the planner's)" in done.stdout
     # The results of an earlier call are kept.
     assert [line["passed"] for line in promises_in(tmp_path)] == [True, None, None]
-    # A later call replaces what a part did not finish.
+    # A later call replaces the line of a part that did not finish.
     run(SCRIPT, *CPU, "--only", "waits", "--out", tmp_path)
     assert [line["what"] for line in promises_in(tmp_path)] == [
         "the loader's slots",

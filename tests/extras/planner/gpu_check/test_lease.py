@@ -1,4 +1,4 @@
-"""Run the parts of a short lease of a GPU on a CPU, with few images."""
+"""Run the parts of `lease.sh`, which is meant for a leased GPU, on a CPU with few images."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_script_of_a_lease_is_valid_and_names_its_arguments(tmp_path):
 def test_a_signal_ends_a_lease_with_all_its_processes(tmp_path):
     for name in ("bin", "kit/wheels", "kit/shards"):
         (tmp_path / name).mkdir(parents=True)
-    python = tmp_path / "bin" / "python3"  # stands for pip and for an endless stage
+    python = tmp_path / "bin" / "python3"  # replaces pip, and a stage that never ends
     python.write_text('#!/bin/sh\n[ "$1" = -m ] || exec sleep 3600\n')
     python.chmod(0o755)
     env = os.environ | {"OUT": "my results", "PATH": f"{python.parent}:{os.environ['PATH']}"}
