@@ -24,8 +24,12 @@ source slurm/common.sh
 
 ended=no  # yes after SIGTERM, from scancel or because Slurm requeues the job
 warned=no  # yes after SIGUSR1, because the time limit is near
+# The last task of an array has the job id of the array, with which Slurm's commands would signal
+# and requeue all of its tasks.
+job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 # signals the job's steps, not this script
-ask_to_save() { scancel --quiet --signal=USR1 "$SLURM_JOB_ID" || true; }
+ask_to_save() { scancel --quiet --signal=USR1 "$job" || true; }
 on_time_limit() {
   warned=yes
   say "SIGUSR1: the time limit is near; asking the trainer to save and stop"
@@ -107,7 +111,7 @@ while true; do
   say "failed with status $status, but advanced from $checkpoint_before to $(checkpoint):" \
     "starting again from there"
   # HyperPod replaces nodes within a job.
-  SLURM_JOB_NODELIST=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)
+  SLURM_JOB_NODELIST=$(squeue --noheader --jobs="$job" --format=%N)
   find_nodes
   prepare_torchrun
 done
@@ -129,10 +133,10 @@ elif [[ $ended == yes ]]; then
   say "stopped and saved: $(<"$run/stopped_early")." \
     "Not queued again by this script, because the job itself was asked to end"
 else
-  say "stopped and saved: $(<"$run/stopped_early"). Queueing job $SLURM_JOB_ID again"
+  say "stopped and saved: $(<"$run/stopped_early"). Queueing job $job again"
   status=0
   trap 'ended=yes; exit 0' TERM  # Slurm's signal to a job that it requeues
-  scontrol requeue "$SLURM_JOB_ID" \
+  scontrol requeue "$job" \
     || fail "Slurm did not requeue the job: submit the same command again to resume"
   sleep 600 &
   wait $!

@@ -188,6 +188,27 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     assert final_state(run_dir, STEPS) == whole
 
 
+@pytest.mark.patient
+def test_a_task_of_an_array_is_requeued_without_the_other_tasks(cluster, shards, tmp_path):
+    """The last task of an array has the job id of the array, which names all of its tasks."""
+    config = write_config(tmp_path, shards, steps=1_000_000)
+    folder = tmp_path / "sweep"
+    options = ("--array=0-1", "--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
+    arguments = ("slurm/sweep.sh", "--config", config, f"run.dir={folder}", *TINY, *OFTEN)
+    job = cluster.submit(tmp_path / "log-%a", *options, *arguments)
+    for task in range(2):
+        wait_for_step(job, folder / str(task), 20)
+
+    cluster.call("scancel", "--batch", "--signal=USR1", f"{job.number}_1")
+    deadline = time.monotonic() + 240
+    while len(starts(folder / "1")) < 2:
+        assert time.monotonic() < deadline, (tmp_path / "log-1").read_text()
+        time.sleep(0.2)
+    assert starts(folder / "0") == [0], (tmp_path / "log-0").read_text()
+    assert not metrics(folder / "0", "end"), (tmp_path / "log-0").read_text()
+    job.cancel()
+
+
 def trainers(run_dir: Path) -> list[int]:
     """Return the process ids of the ranks that train in `run_dir`. The launchers and srun are
     excluded, because their command lines contain torchrun."""
