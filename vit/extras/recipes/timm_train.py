@@ -451,14 +451,7 @@ def _map_cosine(reading: Reading, names: str, settings: Mapping[str, Any], unuse
 
 
 def _map_wsd(reading: Reading, names: str, settings: Mapping[str, Any], unused: str) -> Findings:
-    """Map `--sched wsd` (timm/scheduler/scheduler_factory.py).
-
-    Args:
-        reading: The reading, with findings for learning rate, length and batch size.
-        names: The arguments of all schedules.
-        settings: This project's settings for `names`.
-        unused: The arguments of other schedules.
-    """
+    """Map `--sched wsd` (timm/scheduler/scheduler_factory.py). Arguments: see `_map_cosine`."""
     args = reading.args
     warmup = args["warmup_epochs"]
     after_warmup = args["epochs"] - (0 if args["warmup_prefix"] else warmup)
