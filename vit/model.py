@@ -442,7 +442,7 @@ class VisionTransformer(ImageModel):
         - Patches: LeCun normal (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
         - Norms and other modules: initialized by their own `reset_parameters`.
-        - `weight_init` replaces these rules with those of timm or JAX (`vit.layers.init`).
+        - `weight_init` replaces these rules with those of timm, JAX or torch (`vit.layers.init`).
         """
         # Do not reorder these calls: the same seed would give different weights.
         for module in self.modules():

@@ -431,7 +431,7 @@ def test_models_in_docs_recipes_have_as_many_weights_as_in_timm(name, theirs, fi
     assert count_parameters(model) - count_parameters(guest) == more
 
 
-@pytest.mark.parametrize("source", ["timm", "jax"])
+@pytest.mark.parametrize("source", ["timm", "jax", "mha"])
 def test_initial_weights_have_the_same_spread_as_in_timm(source):
     """The test compares the standard deviation and the largest value of each parameter over ten
     random initializations."""
@@ -443,11 +443,16 @@ def test_initial_weights_have_the_same_spread_as_in_timm(source):
         return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
     ours = draws(lambda: VisionTransformer(32, 4, **fields, weight_init=source))
-    theirs = draws(
-        lambda: TimmVisionTransformer(
-            img_size=32, patch_size=4, **fields, weight_init={"timm": "", "jax": "jax"}[source]
-        )
-    )
+
+    def create_theirs() -> nn.Module:
+        rule = "jax" if source == "jax" else ""
+        theirs = TimmVisionTransformer(img_size=32, patch_size=4, **fields, weight_init=rule)
+        if source == "mha":
+            for block in theirs.blocks:
+                block.attn.qkv.weight = nn.MultiheadAttention(64, 4).in_proj_weight
+        return theirs
+
+    theirs = draws(create_theirs)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         if source == "jax" and name.endswith("qkv.weight"):
@@ -458,4 +463,4 @@ def test_initial_weights_have_the_same_spread_as_in_timm(source):
         assert spread == pytest.approx(expected.std().item(), rel=0.1, abs=1e-12), name
         if expected.abs().max() > 0 and expected.numel() > 5000:
             largest = expected.abs().max().item()
-            assert ours[name].abs().max().item() == pytest.approx(largest, rel=0.15), name
+            assert ours[name].abs().max().item() == pytest.approx(largest, rel=0.25), name

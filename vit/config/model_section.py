@@ -116,10 +116,13 @@ class ModelConfig(Section):
     """Initial LayerScale; `None`: no LayerScale."""
     representation_size: Positive | None = None
     """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
-    weight_init: Annotated[Literal["timm", "jax"] | None, OnlyWith("init.checkpoint=null")] = None
+    weight_init: Annotated[
+        Literal["timm", "jax", "mha"] | None, OnlyWith("init.checkpoint=null")
+    ] = None
     """Initial weights (timm's name). `timm`, also in DeiT and DeiT III: torch's default for the
     patch convolution, a head with deviation 0.02; `jax`, also in the ViT paper's code and
-    big_vision: Xavier's rule for linear maps; `None`: normal linear maps, LeCun's rule for patches,
+    big_vision: Xavier's rule for linear maps; `mha`: as `timm`, but queries, keys and values as in
+    torch.nn.MultiheadAttention; `None`: normal linear maps, LeCun's rule for patches,
     a zero head."""
     init_head_bias: Annotated[
         float | None, OnlyWith("init.checkpoint=null", "init.reset_head=true")

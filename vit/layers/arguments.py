@@ -14,7 +14,7 @@ CHOICES = {
     "mlp_layer": ("mlp", "mlp_tanh", "swiglu", "swiglu_packed"),
     "drop_path_schedule": ("linear", "constant"),
     "drop_path_form": ("mask", "subset"),
-    "weight_init": (None, "timm", "jax"),
+    "weight_init": (None, "timm", "jax", "mha"),
 }
 """Maps arguments to their allowed values. Configs are checked earlier, but in Python code a
 misspelled value would silently select a different layer."""

@@ -1,5 +1,5 @@
-"""Initialize weights by the rules of timm or JAX, or skip the initialization of a model that is
-loaded from a checkpoint."""
+"""Initialize weights by the rules of timm, JAX or torch, or skip the initialization of a model
+that is loaded from a checkpoint."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -57,11 +57,14 @@ def lecun_normal_(weight: Tensor) -> None:
 def draw_as(
     source: str | None, model: nn.Module, patches: nn.Conv2d, heads: Iterable[nn.Linear]
 ) -> None:
-    """Reinitialize the weights for which `source` ("timm", "jax" or None) has its own rule."""
+    """Reinitialize the weights for which `source` (a value of `weight_init`) has its own rule."""
     if source == "timm":
         _draw_as_timm(patches, heads)
     elif source == "jax":
         _draw_as_jax(model, heads)
+    elif source == "mha":
+        _draw_as_timm(patches, heads)
+        _draw_as_multihead_attention(model)
 
 
 def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
@@ -94,3 +97,15 @@ def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
             draw(weight)
         if ".mlp." in name:
             nn.init.normal_(module.bias, std=1e-6)
+
+
+def _draw_as_multihead_attention(model: nn.Module) -> None:
+    """Initialize queries, keys and values of `model` as torch.nn.MultiheadAttention does.
+
+    Xavier uniform over their joint matrix, (3 embed_dim, embed_dim). A model that draws its
+    nn.Linear layers with std 0.02 leaves this matrix as it is, because it is a bare parameter
+    (pytorch/pytorch:torch/nn/modules/activation.py, `_reset_parameters`).
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith(".qkv"):
+            nn.init.xavier_uniform_(module.weight)

@@ -139,7 +139,7 @@ DISTRIBUTED_VIT = {
     "model.num_heads": 3,
     "model.mlp_ratio": 2.0,
     "model.drop_path_rate": 0.1,
-    "model.weight_init": "timm",
+    "model.weight_init": "mha",
     "data.global_batch_size": 128,
     "data.mean": [0.4914, 0.4822, 0.4465],
     "data.std": [0.2470, 0.2435, 0.2616],
@@ -388,7 +388,7 @@ def test_a_small_version_does_three_steps_and_an_evaluation(name, trained):
     assert len(losses) == 3
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     starts_at_zeros = config.init.checkpoint is None or config.init.reset_head
-    starts_at_zeros &= config.model.weight_init != "timm"
+    starts_at_zeros &= config.model.weight_init not in ("timm", "mha")
     if starts_at_zeros and config.model.init_head_bias is None:
         # Before training, softmax assigns a probability of 1/3 to each of three classes, and a
         # sigmoid assigns 1/2.
