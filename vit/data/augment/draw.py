@@ -24,6 +24,7 @@ from vit.data.augment.table import (
     FLIP,
     LAMBDA,
     LEFT,
+    NO_OP,
     OP_NAMES,
     RIGHT,
     TOP,
@@ -31,13 +32,17 @@ from vit.data.augment.table import (
 )
 from vit.system.hashing import fold, uniform
 
-# Each use of random numbers hashes its own constant into the key. Never change a constant.
+# Each use of random numbers hashes its own constant into the key. The integers after the constant,
+# such as 2 in `uniform(keys, _CROP, 2)`, are counters: each counter of a use gives another random
+# number. Never change a constant or a counter.
 _CROP, _FLIP, _RANDAUGMENT, _MIX, _THREE_AUGMENT, _JITTER, _ERASE, _MIX_PAIR, _MIX_ROW = range(9)
 _AUTO_AUGMENT = 9
 
 RANDAUGMENT_PROB = 0.5
 """The probability that timm applies a selected operation; torchvision and big_vision always apply
 it."""
+DEFAULT_MAGNITUDE_STD = 0.5
+"""The standard deviation of the strength of timm's RandAugment if the config has none."""
 TRIVIAL_AUGMENT_BINS = 31
 """The number of equally likely strengths in TrivialAugment (`num_magnitude_bins` in
 torchvision)."""
@@ -127,16 +132,15 @@ def _random_resized_crops(
         keys, _CROP, (w * h)[:, None], config.crop_scale, config.crop_ratio
     )
     fits = (tries_w > 0) & (tries_h > 0) & (tries_w <= w[:, None]) & (tries_h <= h[:, None])
-    rows = np.arange(len(keys))
-    first = fits.argmax(1)
-    clipped = np.clip(w / h, *config.crop_ratio)
     has_fit = fits.any(1)
+    first_fit = np.arange(len(keys)), fits.argmax(1)
 
     # If no box fits, use the largest window with an allowed aspect ratio.
-    widest = np.where(w / h > clipped, np.rint(h * clipped), w)
-    tallest = np.where(w / h < clipped, np.rint(w / clipped), h)
-    crop_w = np.where(has_fit, tries_w[rows, first], widest)
-    crop_h = np.where(has_fit, tries_h[rows, first], tallest)
+    nearest_ratio = np.clip(w / h, *config.crop_ratio)
+    widest = np.where(w / h > nearest_ratio, np.rint(h * nearest_ratio), w)
+    tallest = np.where(w / h < nearest_ratio, np.rint(w / nearest_ratio), h)
+    crop_w = np.where(has_fit, tries_w[first_fit], widest)
+    crop_h = np.where(has_fit, tries_h[first_fit], tallest)
 
     left = np.where(
         has_fit, np.floor(uniform(keys, _CROP, 2) * (w - crop_w + 1)), (w - crop_w) // 2
@@ -159,20 +163,25 @@ def _simple_crops(
     w = widths.astype(np.float64)
     h = heights.astype(np.float64)
 
+    stored_per_pixel = np.minimum(w / width, h / height)
     starts = []
     crops = []
     shifts = []
-    sides = ((w, width, np.floor(w * height / h)), (h, height, np.floor(h * width / w)))
-    for axis, (stored, side, resized) in enumerate(sides):
+    # For x and y: the stored side, the side of the view, and the resized side if the other side of
+    # the image equals that of the view.
+    axes = ((w, width, np.floor(w * height / h)), (h, height, np.floor(h * width / w)))
+    for axis, (stored, side, resized) in enumerate(axes):
         covered = np.maximum(resized, side)
-        places = covered + 2 * SIMPLE_CROP_MARGIN - side + 1
-        drawn = np.floor(uniform(keys, _CROP, 4, axis) * places) - SIMPLE_CROP_MARGIN
+        num_places = covered + 2 * SIMPLE_CROP_MARGIN - side + 1
+        place = np.floor(uniform(keys, _CROP, 4, axis) * num_places) - SIMPLE_CROP_MARGIN
         # The decoder crops the part inside the image. The device fills the part outside.
-        inside = np.clip(drawn, 0, covered - side)
-        crop = np.clip(np.rint(np.minimum(w / width, h / height) * side), 1, stored)
-        starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))
+        inside = np.clip(place, 0, covered - side)
+        shifts.append(place - inside)
+
+        # Convert the window from pixels of the view to stored pixels.
+        crop = np.clip(np.rint(stored_per_pixel * side), 1, stored)
         crops.append(crop)
-        shifts.append(drawn - inside)
+        starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))
 
     return np.stack([*starts, *crops], 1).astype(np.int64), np.stack(shifts, 1)
 
@@ -222,45 +231,52 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
     strength = np.full(len(keys), config.randaugment_magnitude)
     place: list[NDArray] = []
     if config.randaugment_ops in ("timm", "timm_inc0"):
-        std = config.magnitude_std
-        if std is None:
-            std = 0.5
+        std = DEFAULT_MAGNITUDE_STD if config.magnitude_std is None else config.magnitude_std
         strength = np.clip(strength + std * _normal(u1, u2), 0.0, 10.0)
-        op = np.where(applied < RANDAUGMENT_PROB, op, -1)
+        op = np.where(applied < RANDAUGMENT_PROB, op, NO_OP)
     elif config.randaugment_ops == "big_vision":
         place = [uniform(keys, _RANDAUGMENT, layer, 5), uniform(keys, _RANDAUGMENT, layer, 6)]
     return [op, np.where(negated < 0.5, -strength, strength), *place]
 
 
 def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
-    """Draw AutoAugment (Cubuk et al. 2019), TrivialAugment (Mueller and Hutter 2021) or 3-Augment
-    (DeiT III).
+    """Draw the operations of 3-Augment (DeiT III), TrivialAugment (Mueller and Hutter 2021) or
+    AutoAugment.
 
     Returns the index and the signed strength of each operation, in the order of application.
-    AutoAugment draws one pair of operations from the policy and applies each with its own
-    probability. TrivialAugment and 3-Augment draw one operation and one strength.
+    3-Augment and TrivialAugment draw one operation and one strength for each image.
     """
     if config.auto_augment is None:
         return []
+
     if config.auto_augment == "three_augment":
         op = np.floor(uniform(keys, _THREE_AUGMENT, 0) * len(OP_NAMES["three_augment"]))
         return [[op, _uniform_between(BLUR_RADIUS, keys, _THREE_AUGMENT, 1)]]
 
-    chosen = uniform(keys, _AUTO_AUGMENT, 0)
     if config.auto_augment == "ta_wide":
-        op = np.floor(chosen * len(OP_NAMES["ta_wide"]))
+        op = np.floor(uniform(keys, _AUTO_AUGMENT, 0) * len(OP_NAMES["ta_wide"]))
         strength = np.floor(uniform(keys, _AUTO_AUGMENT, 1) * TRIVIAL_AUGMENT_BINS)
         negated = uniform(keys, _AUTO_AUGMENT, 2)
         return [[op, np.where(negated < 0.5, -strength, strength)]]
 
-    pairs = sub_policies(config.auto_augment)
-    pair = np.floor(chosen * len(pairs.ops)).astype(np.int64)
+    return _draw_policy(config.auto_augment, config.magnitude_std or 0.0, keys)
+
+
+def _draw_policy(name: str, std: float, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
+    """Draw AutoAugment (Cubuk et al. 2019): one pair of operations from the policy `name`.
+
+    Each operation of the pair is applied with its own probability. Otherwise, its index is NO_OP.
+    std: the standard deviation of the strengths. See `_draw_auto_augment` for the result.
+    """
+    pairs = sub_policies(name)
+    pair = np.floor(uniform(keys, _AUTO_AUGMENT, 0) * len(pairs.ops)).astype(np.int64)
+
     drawn: list[list[NDArray]] = []
     for slot in range(2):
+        # TrivialAugment uses the counters 1 and 2.
         applied, negated, u1, u2 = (uniform(keys, _AUTO_AUGMENT, 3, slot, i) for i in range(4))
-        noise = (config.magnitude_std or 0.0) * _normal(u1, u2)
-        strength = np.clip(pairs.strengths[pair, slot] + noise, 0.0, 10.0)
-        op = np.where(applied < pairs.probs[pair, slot], pairs.ops[pair, slot], -1)
+        strength = np.clip(pairs.strengths[pair, slot] + std * _normal(u1, u2), 0.0, 10.0)
+        op = np.where(applied < pairs.probs[pair, slot], pairs.ops[pair, slot], NO_OP)
         drawn.append([op, np.where(negated < 0.5, -strength, strength)])
     return drawn
 
@@ -300,18 +316,18 @@ def _draw_erasing(
         keys, _ERASE, height * width, config.erasing_area, config.erasing_aspect
     )
     fits = (tries_h < height) & (tries_w < width)
-    rows = np.arange(len(keys))
-    first = fits.argmax(1)
+    first_fit = np.arange(len(keys)), fits.argmax(1)
     erased = fits.any(1) & (uniform(keys, _ERASE, 2) < config.erasing_prob)
 
-    box_h = np.where(erased, tries_h[rows, first], 0)
-    box_w = np.where(erased, tries_w[rows, first], 0)
+    box_h = np.where(erased, tries_h[first_fit], 0)
+    box_w = np.where(erased, tries_w[first_fit], 0)
     top = np.where(erased, np.floor(uniform(keys, _ERASE, 3) * (height - box_h + 1)), 0)
     left = np.where(erased, np.floor(uniform(keys, _ERASE, 4) * (width - box_w + 1)), 0)
     return [top, top + box_h, left, left + box_w]
 
 
 def _draw_noise(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[NDArray]:
+    """Draw the columns for the fill of the erased box; see `TableLayout.num_noise`."""
     if config.erasing_mode == "rand":
         u1, u2 = (uniform(keys[:, None], _ERASE, i, np.arange(3)) for i in (5, 6))
         return list(_normal(u1, u2).T)
@@ -367,20 +383,9 @@ def draw_mix(
         "a group must not be divided"
     )
 
-    # Random numbers must not depend on ranks and workers, so compute keys from the row in the
-    # global batch.
-    row = first_row + np.arange(len(table))
-    partner = partners(config, len(table))
-    if config.mixup_mode == "batch":
-        keys = fold(seed, position, row // config.mix_group_size, _MIX)
-    elif config.mixup_mode == "pair":
-        # Both partners must get the same random numbers, so compute the key from the lower row of
-        # the pair.
-        keys = fold(seed, position, np.minimum(row, first_row + partner), _MIX_PAIR)
-    else:
-        keys = fold(seed, position, row, _MIX_ROW)
-
     num_rows = len(table)
+    partner = partners(config, num_rows)
+    keys = _mix_keys(config, seed, position, first_row, partner)
     cutmix = np.full(num_rows, config.cutmix_alpha > 0)
     mixup_lambda = np.ones(num_rows)
     cutmix_lambda = np.ones(num_rows)
@@ -390,16 +395,9 @@ def draw_mix(
     if config.cutmix_alpha > 0:
         cutmix_lambda = _symmetric_beta(config.cutmix_alpha, fold(keys, 1))
 
-    height, width = size
-    cut = np.sqrt(1.0 - cutmix_lambda)
-    middle_y = np.floor(uniform(keys, 2) * height)
-    middle_x = np.floor(uniform(keys, 3) * width)
-    half_h = np.floor(cut * height) // 2
-    half_w = np.floor(cut * width) // 2
-    top, bottom = np.clip(middle_y - half_h, 0, height), np.clip(middle_y + half_h, 0, height)
-    left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
+    top, bottom, left, right = _draw_cut(keys, cutmix_lambda, size)
     # Compute lambda from the box after clipping it at the border, as in the paper's code.
-    area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
+    area_outside = 1.0 - (bottom - top) * (right - left) / (size[0] * size[1])
 
     # A partner of weight 0 has a black image that contradicts its label, so do not mix with it.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
@@ -409,10 +407,45 @@ def draw_mix(
         table[:, column] = np.where(cutmix & mixed, values, 0)
 
 
+def _mix_keys(
+    config: AugmentConfig, seed: int, position: int, first_row: int, partner: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """Return the key of each row's mixing, (B,), which its group, pair or row determines.
+
+    Keys are computed from rows of the global batch, so they do not depend on ranks and workers.
+    """
+    row = first_row + np.arange(len(partner))
+    if config.mixup_mode == "batch":
+        return fold(seed, position, row // config.mix_group_size, _MIX)
+    if config.mixup_mode == "pair":
+        # Both partners must get the same random numbers, so compute the key from the lower row of
+        # the pair.
+        return fold(seed, position, np.minimum(row, first_row + partner), _MIX_PAIR)
+    return fold(seed, position, row, _MIX_ROW)
+
+
+def _draw_cut(
+    keys: NDArray[np.uint64], share_outside: NDArray[np.float64], size: tuple[int, int]
+) -> list[NDArray[np.float64]]:
+    """Draw CutMix's boxes around random pixels: top, bottom, left and right, each (B,).
+
+    Before a box is clipped at the border of the image, `share_outside` of the area is outside.
+    """
+    cut = np.sqrt(1.0 - share_outside)
+    borders = []
+    for counter, side in enumerate(size, 2):  # `draw_mix` uses the counters 0, 1 and 4
+        middle = np.floor(uniform(keys, counter) * side)
+        half = np.floor(cut * side) // 2
+        borders += [np.clip(middle - half, 0, side), np.clip(middle + half, 0, side)]
+    return borders
+
+
 def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Draw from Beta(alpha, alpha) for each key by Johnk's method (1964).
 
-    A rejection advances only its own key's counter, so keys do not affect each other.
+    Two uniform numbers u and v give x = u ** (1 / alpha) and y = v ** (1 / alpha). If x + y is at
+    most 1, x / (x + y) has this distribution; otherwise, two more numbers are drawn. A rejection
+    advances only its own key's counter, so keys do not affect each other.
     """
     out = np.empty(len(keys))
     todo = np.arange(len(keys))

@@ -96,22 +96,22 @@ class Round:
     def _change_levels(self, images: Tensor, numbers: Tensor) -> None:
         """Apply the operations that map levels to levels, with one table per image and channel."""
         levels = images.flatten(2).long()
-        host_tables = self._tables[self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)]
-        tables = host_tables[:, None].expand(-1, images.shape[1], -1)
+        host_rows = self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)
+        host_tables = self._tables[host_rows][:, None].expand(-1, images.shape[1], -1)
+        if host_rows.stop == len(images):
+            pixel_ops.look_up(host_tables, levels, images)
+            return
 
-        rows = self._rows(Kind.AUTO_CONTRAST, Kind.EQUALIZE, Kind.TABLE)
-        if rows.start < rows.stop:
-            expanded = tables
-            tables = expanded.new_empty(*images.shape[:2], 256)
-            if rows.start:
-                tables[: rows.start] = expanded
-            highest = levels[rows].amax(2, keepdim=True)
-            for kind, make in _TABLES.items():
-                rows = self._rows(kind, kind, Kind.TABLE)
-                if rows.start < rows.stop:
-                    within = self._rows(kind, kind, Kind.AUTO_CONTRAST)
-                    make(levels[rows], highest[within], tables[rows])
-
+        # The tables of the other rows depend on the image, so compute them on the device.
+        tables = host_tables.new_empty(*images.shape[:2], 256)
+        if host_rows.stop:
+            tables[host_rows] = host_tables
+        highest = levels[host_rows.stop :].amax(2, keepdim=True)
+        for kind, write_tables in _TABLES.items():
+            rows = self._rows(kind, kind, Kind.TABLE)
+            if rows.start < rows.stop:
+                within = self._rows(kind, kind, Kind.AUTO_CONTRAST)
+                write_tables(levels[rows], highest[within], tables[rows])
         pixel_ops.look_up(tables, levels, images)
 
     @staticmethod
@@ -132,9 +132,10 @@ class Round:
             if rows.start < rows.stop:
                 change(floats[rows], numbers[rows])
 
-        beyond = floats[self._rows(Kind.CONTRAST, Kind.HUE, Kind.WARP)]
-        if len(beyond):
-            beyond.clamp_(0.0, 255.0)
+        # Warps need no clamping, because they interpolate between levels.
+        unclamped = floats[self._rows(Kind.CONTRAST, Kind.HUE, Kind.WARP)]
+        if len(unclamped):
+            unclamped.clamp_(0.0, 255.0)
         images.copy_(floats)
 
     @staticmethod
@@ -156,10 +157,12 @@ class Round:
         )
 
         bases: list[Tensor] = []
-        if color.stop:
+        if color.stop:  # rows with contrast or color
             gray = pixel_ops.gray(floats[: color.stop])
-            bases += [pixel_ops.mean_level(gray[contrast])] if contrast.stop else []
-            bases += [gray[color]] if color.start < color.stop else []
+            if contrast.stop:
+                bases.append(pixel_ops.mean_level(gray[contrast]))
+            if color.start < color.stop:
+                bases.append(gray[color])
         if tf_color.start < tf_color.stop:
             bases.append(pixel_ops.tf_gray(floats[tf_color]))
         if sharp.start < tf_sharp.stop:

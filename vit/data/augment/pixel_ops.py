@@ -71,13 +71,13 @@ def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
     lowest to highest."""
     every = torch.arange(256, dtype=dtype)
     tables = torch.empty(256, 256, 256, dtype=torch.uint8)
-    for low, of_low in enumerate(tables):
+    for low, tables_of_low in enumerate(tables):
         span = (every - low)[:, None]
         # Divide tensors: `255.0 / tensor` would multiply by the reciprocal and round differently.
         factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
         offsets = torch.where(span > 0, low * factors, 0.0)
         # Entries outside [lowest, highest] are arbitrary, because the channel has no such levels.
-        of_low.copy_((every * factors - offsets).clamp_(0.0, 255.0))
+        tables_of_low.copy_((every * factors - offsets).clamp_(0.0, 255.0))
     return tables.view(-1, 256).to(device)
 
 
@@ -188,6 +188,7 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
     least = images.amin(1, keepdim=True)
     chroma = value - least
     safe = chroma.clamp(min=1.0)  # levels are integers, so chroma is 0 or at least 1
+    # The hue in sixths of the color wheel: red is 0, green 2 and blue 4.
     sixths = torch.where(
         value == red,
         (green - blue) / safe,
@@ -315,6 +316,7 @@ def shift(images: Tensor, right: Tensor, down: Tensor, *, reflect: bool) -> Tens
     """
     height, width = images.shape[-2:]
     row, column = (_range(side, torch.int64, images.device) for side in (height, width))
+    # The inner `abs` reflects positions before the first pixel, the outer one those after the last.
     y, x = (
         (side - 1) - ((side - 1) - (at + offset[:, None]).abs()).abs()
         for side, at, offset in ((height, row, down), (width, column, right))

@@ -148,12 +148,13 @@ class SubPolicies(NamedTuple):
 def sub_policies(name: str) -> SubPolicies:
     """Return the pairs of operations for `name`, a value of `augment.auto_augment` except
     `ta_wide` and `three_augment`."""
-    numbers = OP_NAMES[AUTO_AUGMENT_SETS[name][0]]
+    op_names = OP_NAMES[AUTO_AUGMENT_SETS[name][0]]
     rows = []
     for line in _PAIRS[name].strip().splitlines():
         for text in line.split(", "):
             op, prob, *strength = text.split()
-            rows.append((numbers.index(op), float(prob), float(strength[0]) if strength else 0.0))
+            rows.append((op_names.index(op), float(prob), float(strength[0]) if strength else 0.0))
 
+    # The axes are pair, operation of the pair, and field of the operation.
     ops, probs, strengths = np.array(rows).reshape(-1, 2, 3).transpose(2, 0, 1)
     return SubPolicies(ops.astype(np.int64), probs, strengths)

@@ -17,7 +17,7 @@ from torch import Tensor
 import vit.data.augment.pixel_ops as pixel_ops
 from vit.data.augment.dialects import OPS, Drawn, Size
 from vit.data.augment.kinds import NUM_NUMBERS, Kind, Round
-from vit.data.augment.table import FLIP, OpColumn, TableLayout
+from vit.data.augment.table import FLIP, NO_OP, OpColumn, TableLayout
 
 _ALL_OPS = [op for ops in OPS.values() for op in ops]
 _FIRST_OP = dict(zip(OPS, np.cumsum([0, *map(len, OPS.values())]).tolist(), strict=False))
@@ -112,36 +112,37 @@ def _find_numbers(
     `sources` contains, for each row of each round, the index of its entry in `numbers` and
     `tables`.
     """
-    shape = len(columns), len(table)
-    drawn = np.zeros((shape[0] * shape[1], 4), np.float32)  # operation, strength, position
-    for rows, column in zip(np.split(drawn, len(columns)), columns, strict=True):
+    # For each row of each round: index in `_ALL_OPS`, strength, x and y of the cutout.
+    drawn = np.zeros((len(columns), len(table), 4), np.float32)
+    for rows, column in zip(drawn, columns, strict=True):
         width = 4 if column.op_set == "big_vision" else 2
         rows[:, :width] = table[:, column.column : column.column + width]
-        rows[:, 0] += np.where(rows[:, 0] < 0, 0, _FIRST_OP[column.op_set])
+        rows[rows[:, 0] != NO_OP, 0] += _FIRST_OP[column.op_set]
 
     # Sort all rounds by operation, so that each operation computes its parameters in one call.
-    order = np.argsort(drawn[:, 0], kind="stable")
-    drawn = drawn[order]
+    order = np.argsort(drawn[..., 0].ravel(), kind="stable")
+    by_op = drawn.reshape(-1, 4)[order]
 
-    kinds = np.zeros(len(drawn), np.int64)
-    numbers = np.zeros((len(drawn), NUM_NUMBERS), np.float32)
-    tables = np.empty((len(drawn), len(pixel_ops.LEVELS)), np.uint8)
-    ops, starts = np.unique(drawn[:, 0], return_index=True)
-    for number, start, stop in zip(ops, starts, [*starts[1:], len(drawn)], strict=True):
-        if number < 0:  # -1 means that these rows have no operation
+    kinds = np.zeros(len(by_op), np.int64)
+    numbers = np.zeros((len(by_op), NUM_NUMBERS), np.float32)
+    tables = np.empty((len(by_op), len(pixel_ops.LEVELS)), np.uint8)
+    ops, starts = np.unique(by_op[:, 0], return_index=True)
+    for index, start, stop in zip(ops, starts, [*starts[1:], len(by_op)], strict=True):
+        if index == NO_OP:
             continue
-        op = _ALL_OPS[int(number)]
+        op = _ALL_OPS[int(index)]
         kinds[start:stop] = op.kind
-        values = torch.from_numpy(drawn[start:stop])
-        op_numbers = op.numbers(Drawn(values[:, 1:2], values[:, 2:], size))
-        if isinstance(op_numbers, Tensor):
-            tables[start:stop] = pixel_ops.to_levels(op_numbers)
+
+        values = torch.from_numpy(by_op[start:stop])
+        parameters = op.numbers(Drawn(values[:, 1:2], values[:, 2:], size))
+        if isinstance(parameters, Tensor):
+            tables[start:stop] = pixel_ops.to_levels(parameters)
             continue
-        for place, value in enumerate(op_numbers):
-            numbers[start:stop, place : place + 1] = value
+        for place, parameter in enumerate(parameters):
+            numbers[start:stop, place : place + 1] = parameter
 
     # Invert `order` to get the index of each (round, row) in the sorted arrays.
-    sources = np.argsort(order).reshape(shape)
+    sources = np.argsort(order).reshape(drawn.shape[:2])
     return kinds[sources], sources, numbers, tables
 
 

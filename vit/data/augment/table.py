@@ -16,6 +16,8 @@ from vit.config.schema import AugmentConfig
 # the row's own image and label (MixUp). TOP to RIGHT are the box that CutMix copies from the
 # partner.
 FLIP, LAMBDA, CUTMIX, TOP, BOTTOM, LEFT, RIGHT, FIRST_OP = range(8)
+NO_OP = -1
+"""The index that stands for no operation."""
 
 _TIMM = (
     "auto_contrast",
@@ -102,9 +104,9 @@ _WITHOUT_STRENGTH = {
 class OpColumn:
     """The table columns that describe one operation per sample.
 
-    `column` contains the index of the operation in `OP_NAMES[op_set]` (-1: no operation), and the
-    next column its strength. Operations of big_vision have two more columns for the relative x and
-    y position of the cutout, uniform in [0, 1).
+    `column` contains the index of the operation in `OP_NAMES[op_set]`, or NO_OP, and the next
+    column its strength. Operations of big_vision have two more columns for the relative x and y
+    position of the cutout, uniform in [0, 1).
     """
 
     op_set: str
@@ -168,11 +170,13 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
 
     for op_column in layout.op_columns:
         op, strength = row[op_column.column : op_column.column + 2]
-        if op < 0:
+        if op == NO_OP:
             continue
-        name = OP_NAMES[op_column.op_set][int(op)]
-        without = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
-        operations.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # avoid -0
+        text = OP_NAMES[op_column.op_set][int(op)]
+        without_strength = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
+        if text not in without_strength:
+            text += f" {strength + 0.0:.2g}"  # adding 0.0 turns -0.0 into 0.0
+        operations.append(text)
 
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:
         operations.append("erase")
