@@ -26,6 +26,7 @@ from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sampl
 from vit.data.augment.table import table_layout
 from vit.data.changes import HOLE, NO_CHANGES, Changes
 from vit.data.decode.crops import decode_center, decode_views
+from vit.data.decode.jpeg_cut import Window
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.split import Split
@@ -263,28 +264,9 @@ class AugmentedBatches(Batches):
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
-            # `on_bad_image` does not cover failed reads, so read outside the `try`. If a disk or
-            # server is gone, skipping would drop all images that follow.
-            data = samples.read(group[0])
-
-            stages.current.enter(Stage.DECODE)
-            try:
-                decode_views(
-                    data,
-                    [crops[row] for row in group],
-                    size,
-                    self.image_format.interpolation,
-                    self.image_format.channels,
-                    out=views,
-                    stored_size=stored_sizes[group[0]],
-                )
-            except ValueError as error:
-                if self.on_bad_image == "error":
-                    raise ShardError(
-                        f"{samples.describe(group[0])}: {error}; set loader.on_bad_image=skip to"
-                        " train without this image"
-                    ) from None
-
+            windows = [crops[row] for row in group]
+            row = group[0]  # all rows of the group show the same image
+            if not self._decode(samples, row, windows, size, views, stored_sizes[row]):
                 # Slots are reused, so without this line the row would show an image from an old
                 # batch.
                 for view in views:
@@ -292,7 +274,7 @@ class AugmentedBatches(Batches):
                 weights[group] = 0.0
                 # Add one key per row, not per image, so that the number of keys does not depend on
                 # how workers split the batch.
-                bad_keys += [samples.key(group[0])] * len(group)
+                bad_keys += [samples.key(row)] * len(group)
 
         stages.current.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, widths, heights, size)
@@ -311,6 +293,44 @@ class AugmentedBatches(Batches):
 
         write_rows(rows, samples.entries["label"], weights, table, samples.ids)
         return tuple(bad_keys)
+
+    def _decode(
+        self,
+        samples: Samples,
+        row: int,
+        windows: list[Window],
+        size: tuple[int, int],
+        views: list[Tensor],
+        stored_size: tuple[int, int],
+    ) -> bool:
+        """Decode each of `windows` of the image in `row` into one of `views`.
+
+        If the image cannot be decoded, raises ShardError or, with `on_bad_image: skip`, returns
+        False.
+        """
+        # `on_bad_image` does not cover failed reads, so read outside the `try`. If a disk or server
+        # is gone, skipping would drop all images that follow.
+        data = samples.read(row)
+
+        stages.current.enter(Stage.DECODE)
+        try:
+            decode_views(
+                data,
+                windows,
+                size,
+                self.image_format.interpolation,
+                self.image_format.channels,
+                out=views,
+                stored_size=stored_size,
+            )
+        except ValueError as error:
+            if self.on_bad_image == "error":
+                raise ShardError(
+                    f"{samples.describe(row)}: {error}; set loader.on_bad_image=skip to train"
+                    " without this image"
+                ) from None
+            return False
+        return True
 
 
 class FromShards:
@@ -480,6 +500,7 @@ def write_rows(
 
 
 def _rows_by_sample(ids: NDArray[np.int64], is_used: NDArray[np.bool_]) -> list[list[int]]:
+    """Return the used rows of each distinct sample; see `Samples.groups`."""
     groups: dict[int, list[int]] = {}
     for row in np.flatnonzero(is_used).tolist():
         groups.setdefault(int(ids[row]), []).append(row)

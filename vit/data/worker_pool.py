@@ -243,6 +243,7 @@ class WorkerPool:
         self._selector.register(results, selectors.EVENT_READ, number)
 
     def _receive(self, number: int, received: list[WorkerResult]) -> bool:
+        """Append the worker's results to `received`, and return whether the worker is dead."""
         pipe = self._workers[number][1]
         # The pipe of a dead worker ends after everything that the worker sent. Reading a message
         # that was cut off by the kill also raises EOFError.
@@ -262,28 +263,13 @@ class WorkerPool:
         return f"loader worker {number} (process {pid}{process_state(pid)})"
 
     def _replace_stalled(self, received: list[WorkerResult]) -> None:
-        """Replace all workers if one hangs for too long, or if all are idle while parts are
-        missing.
+        """Replace all workers if `_find_stall` finds any that hang.
 
-        If all are idle, a worker was stopped before it took or began a part, and the statuses do
-        not show which worker.
+        Raises WorkerError if a worker cannot be killed, if a worker already hung at the same part,
+        or if new workers could not repeat the same batches.
         """
-        stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
-        if stuck:
-            hung = {self.statuses[number].part for number in stuck}
-            problem = (
-                f"{self._name(stuck[0])} {self.watch.activity(stuck[0])}, without progress for"
-                f" {self.watch.stuck_s[stuck[0]]:.0f} s (loader.stall_timeout_s)"
-            )
-        elif self.watch.idle_s >= self._timeout_s and self._queued:
-            hung = set(self._queued)
-            names = [self._name(number) for number in self._workers]
-            idle = ", ".join([name for name in names if ", stopped" in name] or names)
-            problem = (
-                f"{idle} takes no work for {self.watch.idle_s:.0f} s (loader.stall_timeout_s),"
-                f" although {len(hung)} parts of batches are waiting"
-            )
-        else:
+        num_hung, hung, problem = self._find_stall()
+        if not num_hung:
             return
 
         remedy = "check for a dead mount, a debugger, or a suspended job"
@@ -295,7 +281,34 @@ class WorkerPool:
         self._hung |= hung
         log.warning("%s: all workers are replaced, and new ones repeat their work", problem)
         self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")
-        self.num_replaced += len(stuck) or len(self._workers)
+        self.num_replaced += num_hung
+
+    def _find_stall(self) -> tuple[int, set[RowRange], str]:
+        """Return the number of workers that hang, their parts, and a description of the problem.
+
+        All workers count as hanging if they stay idle while parts are missing. One of them was then
+        stopped before it took or began a part, and the statuses do not show which one.
+        """
+        stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
+        if stuck:
+            first = stuck[0]
+            problem = (
+                f"{self._name(first)} {self.watch.activity(first)}, without progress for"
+                f" {self.watch.stuck_s[first]:.0f} s (loader.stall_timeout_s)"
+            )
+            return len(stuck), {self.statuses[number].part for number in stuck}, problem
+
+        if self.watch.idle_s < self._timeout_s or not self._queued:
+            return 0, set(), ""
+
+        names = [self._name(number) for number in self._workers]
+        # If the system reports stopped processes, name only these.
+        idle = ", ".join([name for name in names if ", stopped" in name] or names)
+        problem = (
+            f"{idle} takes no work for {self.watch.idle_s:.0f} s (loader.stall_timeout_s), although"
+            f" {len(self._queued)} parts of batches are waiting"
+        )
+        return len(self._workers), set(self._queued), problem
 
     def _replace_all(self, received: list[WorkerResult], problem: str) -> None:
         """Kill all workers, start new ones, and queue the missing parts again.

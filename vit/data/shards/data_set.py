@@ -82,38 +82,27 @@ def _open_whole(
     versions: Sequence[Sequence[Any]] | None,
 ) -> Split:
     """Open an entire split, not a slice of it. See `open_split` for the parameters."""
-    # 1. Find the shards, in this folder or at a URL.
-    found = _find(root, split, storage)
+    found = _find_shards(root, split, storage)
     folder, described = found.folder, found.described
     is_cached = not isinstance(folder, Path) or storage.caches_folders
     found_versions: list[Version] = []
     if is_cached or not is_checked:
         found_versions = _check_shards(folder, described, versions)
 
-    # 2. Open the index and the shards. Rebuild the index if it does not match shards in a folder.
     layout = recorded_layout(found.info, found.home and found.home / described.filenames[0])
     sizes = None if is_checked else [version.size for version in found_versions]
     if is_cached:
         storage.open_cache()
-    if isinstance(folder, Path):
-        index = _local_index(folder, split, described, sizes, layout)
-    elif found.home is not None:
-        path = found.home / f"{split}.index.npy"
-        index = _remote_index(folder, path, str(path), described, sizes)
-    else:
-        path = storage.fetch_index(folder, split)
-        index = _remote_index(folder, path, f"{folder}/{split}.index.npy", described, sizes)
+    index = _open_index(found, split, storage, sizes, layout)
 
     tars: TarReader
-    if is_cached:
+    if isinstance(folder, Path) and not is_cached:
+        tars = LocalTars(folder, described.filenames, retry)
+    else:
         tars = storage.open_tars(
             folder, described.filenames, found_versions, index, first_samples(described.lengths)
         )
-    else:
-        assert isinstance(folder, Path)
-        tars = LocalTars(folder, described.filenames, retry)
 
-    # 3. Check the labels.
     class_names = list(found.info.get("class_names") or [])
     num_classes = len(class_names) or found.info.get("num_classes") or 0
     is_count_known = is_checked and num_classes > 0
@@ -151,8 +140,8 @@ class _Found(NamedTuple):
     """The folder or store that contains the shards."""
 
 
-def _find(root: Path | str, split: str, storage: Storage) -> _Found:
-    """Read `_info.json` and find the shards."""
+def _find_shards(root: Path | str, split: str, storage: Storage) -> _Found:
+    """Read `_info.json` and find the shards. Raises ShardError."""
     home = local_path(root)
     url = str(root).rstrip("/")
     if home is not None:
@@ -167,12 +156,13 @@ def _find(root: Path | str, split: str, storage: Storage) -> _Found:
         )
 
     described = describe_split(info, split, shown)
-    is_local = home is not None and (
-        not info.get("shards_at") or any((home / name).exists() for name in described.filenames)
-    )
-    folder: Path | Store = (
-        Path(shown) if is_local else storage.open_store(info.get("shards_at") or url)
-    )
+    shards_at = info.get("shards_at")
+    if home is None:
+        return _Found(home, shown, info, described, storage.open_store(shards_at or url))
+
+    # A folder may contain only `_info.json` and the index of shards at a URL.
+    has_shards = not shards_at or any((home / name).exists() for name in described.filenames)
+    folder = home if has_shards else storage.open_store(shards_at)
     return _Found(home, shown, info, described, folder)
 
 
@@ -182,7 +172,7 @@ def check_shards(root: Path | str, split: str, storage: Storage) -> tuple[int, i
     Does not write files. Raises ShardError in the same cases as `open_split`, and also if the index
     of a folder must be built first.
     """
-    found = _find(root, split, storage)
+    found = _find_shards(root, split, storage)
     folder, described = found.folder, found.described
     sizes = [version.size for version in _check_shards(folder, described, None)]
 
@@ -265,6 +255,24 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
             "" if may_write else "; images are not checked by checksums",
         )
         return np.concatenate(rows)
+
+
+def _open_index(
+    found: _Found, split: str, storage: Storage, sizes: Sequence[int] | None, layout: SampleLayout
+) -> np.ndarray:
+    """Open the index. Rebuild it if it does not match the shards in a folder.
+
+    sizes: the sizes of the shards in bytes; None if the index rows are already checked.
+    """
+    if isinstance(found.folder, Path):
+        return _local_index(found.folder, split, found.described, sizes, layout)
+
+    name = f"{split}.index.npy"
+    if found.home is not None:
+        path = found.home / name
+        return _remote_index(found.folder, path, str(path), found.described, sizes)
+    path = storage.fetch_index(found.folder, split)
+    return _remote_index(found.folder, path, f"{found.folder}/{name}", found.described, sizes)
 
 
 def _local_index(
