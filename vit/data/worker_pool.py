@@ -466,7 +466,7 @@ def _work(
                 status.measure_memory()
             send.send(result)
             # Become idle only after sending. If all workers are idle while parts are missing,
-            # `_replace_stalled` assumes that a part was lost.
+            # `_find_stall` assumes that a part was lost.
             status.enter(Stage.IDLE)
 
 

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -28,10 +29,10 @@ LABEL_WORDS = {"cls", "label", "class", "y"}
 MAX_LABEL_BYTES = 64 << 10
 """The maximum number of bytes of a member to search for a label."""
 
-KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+KEY_AND_EXT = re.compile(r"(?P<key>(?:.*/|)[^.]+)[.](?P<ext>[^/]*)")
 """webdataset's rule for suffixes (tariterators.base_plus_ext), which begin at the first dot after
 the last slash."""
-DOTTED_KEY_AND_EXT = re.compile(r"((?:.*/|)[^./][^/]*)[.]([^./]+)")
+DOTTED_KEY_AND_EXT = re.compile(r"(?P<key>(?:.*/|)[^./][^/]*)[.](?P<ext>[^./]+)")
 """The rule for keys that contain dots: the suffix begins at the last dot."""
 META = re.compile(r"__[^/]*__($|/)")
 """Names of webdataset's metadata members, which do not belong to a sample."""
@@ -96,7 +97,7 @@ class SampleLayout:
         """Return (key, lowercase suffix) of a member, or None if it does not belong to a sample."""
         rule = DOTTED_KEY_AND_EXT if self.keys_with_dots else KEY_AND_EXT
         match = rule.fullmatch(name)
-        return (match[1], match[2].lower()) if match and not META.match(name) else None
+        return (match["key"], match["ext"].lower()) if match and not META.match(name) else None
 
     def find(self, suffixes: Sequence[str]) -> str:
         """Return the image suffix from the suffixes of a sample.
@@ -144,9 +145,10 @@ class SampleLayout:
         if isinstance(value, str) and text in self._labels:
             return self._labels[text]
 
-        expected = "an integer" if number is None else "an integer from 0"
         if self.class_names:
             expected = f"one of the {len(self.class_names):,} class names"
+        else:
+            expected = "an integer" if number is None else "an integer from 0"
         raise InvalidSample(f"has the label {text[:40]!r}; expected {expected}")
 
 
@@ -156,15 +158,15 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
     The layout is recorded in `_info.json`, or in the sidecar of `first_tar` if another program
     wrote `_info.json`.
     """
-    options = info.get("options") if "source" in info else None
-    if "source" not in info and first_tar is not None:
+    options = None
+    if "source" in info:
+        options = info.get("options")
+    elif first_tar is not None:
         path = first_tar.with_suffix(".json")
-        try:
+        with suppress(ShardError):  # written by another program
             sidecar = read_json(path) or {}
             check_types(sidecar, SIDECAR, path)
             options = sidecar.get("members")
-        except ShardError:  # written by another program
-            options = None
     return SampleLayout.recorded(options or {}, info.get("class_names") or [])
 
 
@@ -172,33 +174,23 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
     """Return advice about a sample that does not match a layout, worded to complete a sentence.
 
     members: maps suffixes to the content of the sample's members. If there is one image and one
-    possible label, the advice lists the options that would accept them. Possible labels are
-    members and fields named in LABEL_WORDS, or else integers and class names.
+    possible label, the advice lists the options that would accept them.
     """
     fields_note = ""
     values: dict[str, Any] = {}
     images = [suffix for suffix in members if suffix.rpartition(".")[2] in MORE_IMAGES]
-    for suffix in (suffix for suffix in members if suffix not in images):
-        content = _parsed(members[suffix][:MAX_LABEL_BYTES])
+    for suffix, data in members.items():
+        if suffix in images:
+            continue
+        content = _parsed(data[:MAX_LABEL_BYTES])
         if isinstance(content, dict) and content:
-            fields_note += (
-                f"; its .{suffix} has the fields {escape_to_one_line(', '.join(content)[:200])}"
-            )
+            field_names = escape_to_one_line(", ".join(content)[:200])
+            fields_note += f"; its .{suffix} has the fields {field_names}"
             values |= {f"{suffix}:{field}": value for field, value in content.items()}
         else:
-            values[suffix] = members[suffix][:MAX_LABEL_BYTES].decode("utf-8-sig", "replace")
+            values[suffix] = data[:MAX_LABEL_BYTES].decode("utf-8-sig", "replace")
 
-    valid_labels = {
-        label
-        for label, value in values.items()
-        if as_integer(value) is not None or str(value).strip() in layout.class_names
-    }
-    nonempty = {
-        label for label, value in values.items() if isinstance(value, str) and value.strip()
-    }
-    named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
-    labels = named & (valid_labels | nonempty) or valid_labels
-
+    labels, valid_labels = _possible_labels(values, layout.class_names)
     if len(images) == len(members) == 1 and names is FLAGS:
         return (
             "; if folders or tars are named after their classes, write shards with `python -m"
@@ -206,26 +198,8 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
         )
 
     if len(images) == len(labels) == 1:
-        [image] = images
         [label] = labels
-        prefix = image[: image.rfind(".") + 1]
-        has_dots = prefix != "" and label.startswith(prefix)  # for example a.1.jpg, a.1.cls
-        if has_dots and names is SETTINGS:
-            return f"{fields_note}; try {names.keys_with_dots}"
-        if has_dots:
-            image, label_option = image.removeprefix(prefix), label.removeprefix(prefix)
-        else:
-            label_option = label
-
-        options = []
-        if image not in layout.image_suffixes:
-            options.append(f"{names.image}{shlex.quote(image)}")
-        if label_option != layout.label:
-            options.append(f"{names.label}{shlex.quote(label_option)}")
-        if has_dots:
-            options.append(names.keys_with_dots)
-        if label not in valid_labels and not layout.class_names:
-            options.append(names.class_names)
+        options = _options_for(images[0], label, label in valid_labels, layout, names)
         if options:
             return f"{fields_note}; try {escape_to_one_line(' '.join(options))}"
 
@@ -236,6 +210,50 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
         f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"
         f" {names.keys_with_dots}, and labels that are names with {names.class_names}"
     )
+
+
+def _possible_labels(
+    values: Mapping[str, Any], class_names: Sequence[str]
+) -> tuple[set[str], set[str]]:
+    """Return which of `values` may be the label, and which are valid labels.
+
+    A valid label is an integer or a class name. Possible labels are members and fields named in
+    LABEL_WORDS, or else all valid labels.
+    """
+    valid_labels = {
+        label
+        for label, value in values.items()
+        if as_integer(value) is not None or str(value).strip() in class_names
+    }
+    nonempty = {
+        label for label, value in values.items() if isinstance(value, str) and value.strip()
+    }
+    named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
+    return named & (valid_labels | nonempty) or valid_labels, valid_labels
+
+
+def _options_for(
+    image: str, label: str, is_valid_label: bool, layout: SampleLayout, names: Names
+) -> list[str]:
+    """Return the options that make `layout` accept the suffixes `image` and `label`."""
+    prefix = image[: image.rfind(".") + 1]
+    has_dots = prefix != "" and label.startswith(prefix)  # for example a.1.jpg, a.1.cls
+    if has_dots:
+        image = image.removeprefix(prefix)
+        label = label.removeprefix(prefix)
+        if names is SETTINGS:
+            return [names.keys_with_dots]
+
+    options = []
+    if image not in layout.image_suffixes:
+        options.append(f"{names.image}{shlex.quote(image)}")
+    if label != layout.label:
+        options.append(f"{names.label}{shlex.quote(label)}")
+    if has_dots:
+        options.append(names.keys_with_dots)
+    if not is_valid_label and not layout.class_names:
+        options.append(names.class_names)
+    return options
 
 
 def _parsed(data: bytes) -> object:
@@ -259,8 +277,9 @@ def _json_field(data: bytes, suffix: str, field: str) -> object:
 
     # First try a name with dots as a single name, then as a path.
     is_name = isinstance(content, dict) and field in content
+    path = [field] if is_name else field.split(".")
     value = content
-    for name in [field] if is_name else field.split("."):
+    for name in path:
         value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
     if value is _ABSENT:
         fields_text = ", ".join(content) if isinstance(content, dict) else repr(content)

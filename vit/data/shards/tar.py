@@ -101,9 +101,14 @@ class Survey(NamedTuple):
 def _members(
     read: Read, end: int, layout: SampleLayout, ignored: Counter[str]
 ) -> Iterator[tuple[str, Member, str]]:
+    """Yield the key, the member and its kind for each member that belongs to a sample.
+
+    Counts other members in `ignored`; see `Survey`.
+    """
     for name, offset, size, kind in walk(read, 0, end, needs_end=False):
-        if named := layout.cut(name):
-            yield named[0], Member(named[1], offset, size, name), kind
+        if cut := layout.cut(name):
+            key, ext = cut
+            yield key, Member(ext, offset, size, name), kind
         elif kind != FOLDER and not META.match(name):
             ignored["a file without key and suffix" if kind == FILE else kind] += 1
 
@@ -179,63 +184,69 @@ def survey_tar(
     without an end marker is accepted if its last sample is valid.
     """
     path = Path(path)
-    survey = Survey([], [], Counter())
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise unreadable(path, error) from error
 
     try:
-        end = os.fstat(fd).st_size
-        if not end:
-            raise ShardError(f"{path}: the file is empty; copy or write the shard again")
-
-        last_error = None
-        first_unfit: list[tuple[str, Member, str]] = []
-        members = _members(pread(fd), end, layout, survey.ignored)
-        for key, run in itertools.groupby(members, key=lambda member: member[0]):
-            group = list(run)
-            first_member = group[0][1]
-            if first_member.offset in left_out:
-                continue
-            last_error = None
-            try:
-                survey.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
-            except InvalidSample as error:
-                last_error = error
-                first_unfit = first_unfit or group
-                survey.unfit.append(
-                    LeftOut(key, first_member.name, first_member.offset, str(error))
-                )
-
-        if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
-            raise ShardError(
-                f"{path}: sample {key!r} {last_error}. The shard ends with this sample and has no"
-                " end marker, so it is truncated: copy or write it again"
-            )
-
-        if survey.unfit and not survey.samples:
-            contents = {
-                member.ext: os.pread(fd, min(member.size, MAX_LABEL_BYTES), member.offset)
-                for _, member, kind in first_unfit
-                if kind == FILE
-            }
-            raise ShardError(
-                f"{path}: {_describe_unfit(survey)}"
-                f"{_describe_grouped(path, survey) or remedy(contents, layout, FLAGS)}"
-            )
+        return _survey(fd, path, layout, left_out, with_checksums)
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; copy or write the shard again") from error
     finally:
         os.close(fd)
 
-    if not survey.samples:
-        ignored = f" ({describe_ignored(survey.ignored)})" if survey.ignored else ""
+
+def _survey(
+    fd: int, path: Path, layout: SampleLayout, left_out: Collection[int], with_checksums: bool
+) -> Survey:
+    """Do the work of `survey_tar` for an open file. Raises ShardError and TarDamaged."""
+    end = os.fstat(fd).st_size
+    if not end:
+        raise ShardError(f"{path}: the file is empty; copy or write the shard again")
+
+    survey = Survey([], [], Counter())
+    last_error = None
+    first_unfit: list[tuple[str, Member, str]] = []
+    members = _members(pread(fd), end, layout, survey.ignored)
+    for key, run in itertools.groupby(members, key=lambda member: member[0]):
+        group = list(run)
+        first_member = group[0][1]
+        if first_member.offset in left_out:
+            continue
+        last_error = None
+        try:
+            survey.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
+        except InvalidSample as error:
+            last_error = error
+            first_unfit = first_unfit or group
+            survey.unfit.append(LeftOut(key, first_member.name, first_member.offset, str(error)))
+
+    # An end marker consists of zeros.
+    if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
         raise ShardError(
-            f"{path}: contains no samples; expected pairs of <key>.jpg and <key>.cls{ignored}; copy"
-            " it again, or move it away"
+            f"{path}: sample {key!r} {last_error}. The shard ends with this sample and has no end"
+            " marker, so it is truncated: copy or write it again"
         )
-    return survey
+
+    if survey.samples:
+        return survey
+
+    if survey.unfit:
+        contents = {
+            member.ext: os.pread(fd, min(member.size, MAX_LABEL_BYTES), member.offset)
+            for _, member, kind in first_unfit
+            if kind == FILE
+        }
+        order_advice = _advice_on_order(path, survey)
+        advice = f". {order_advice}" if order_advice else remedy(contents, layout, FLAGS)
+        raise ShardError(f"{path}: {_describe_unfit(survey)}{advice}")
+
+    ignored = f" ({describe_ignored(survey.ignored)})" if survey.ignored else ""
+    raise ShardError(
+        f"{path}: contains no samples; expected pairs of <key>.jpg and <key>.cls{ignored}; copy"
+        " it again, or move it away"
+    )
 
 
 def scan_tar(
@@ -246,16 +257,18 @@ def scan_tar(
 ) -> list[ScannedSample]:
     """Return the samples of `survey_tar`. Also raises ShardError if a sample is invalid."""
     survey = survey_tar(path, layout, left_out, with_checksums)
-    if survey.unfit:
-        advice = _describe_grouped(Path(path), survey) or (
-            ". Repair these samples, or write the shard again without them; `python -m"
-            " data_prep.index` skips them"
-        )
-        raise ShardError(f"{path}: {_describe_unfit(survey)}{advice}")
-    return survey.samples
+    if not survey.unfit:
+        return survey.samples
+
+    advice = _advice_on_order(Path(path), survey) or (
+        "Repair these samples, or write the shard again without them; `python -m data_prep.index`"
+        " skips them"
+    )
+    raise ShardError(f"{path}: {_describe_unfit(survey)}. {advice}")
 
 
 def _describe_unfit(survey: Survey) -> str:
+    """Describe the first sample that does not fit, and count all of them."""
     first = survey.unfit[0]
     return (
         f"sample {first.key!r} {first.reason} ({len(survey.unfit):,} of"
@@ -263,16 +276,17 @@ def _describe_unfit(survey: Survey) -> str:
     )
 
 
-def _describe_grouped(path: Path, survey: Survey) -> str:
+def _advice_on_order(path: Path, survey: Survey) -> str:
     """Return advice for a tar whose members are grouped by suffix, or "" for any other tar."""
+    # A key that begins several unfit samples, each with another member, is at several places.
     places = {(left.key, left.name) for left in survey.unfit}
     num_places = Counter(key for key, _ in places)
     keys = [left.key for left in survey.unfit if num_places[left.key] > 1]
+    if not keys:
+        return ""
     return (
-        f". Members of {keys[0]!r} are at several places of this tar, but the members of a sample"
+        f"Members of {keys[0]!r} are at several places of this tar, but the members of a sample"
         f" must be adjacent: write it again with `tar --sort=name -cf {path.name} -C FOLDER .`"
-        if keys
-        else ""
     )
 
 

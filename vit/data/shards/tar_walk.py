@@ -145,10 +145,8 @@ def walk(
         stop: None for a stream, which is read up to its end mark.
         needs_end: Raise an error if the end mark is missing.
     """
+    headers = _Headers(read, start, stop)
     position = start
-    previous = start - 2 * CLOSE_BYTES
-    ahead = b""
-    ahead_at = start
     # The name and size of the next member, if they were in an extension header before it.
     name = ""
     size = -1
@@ -157,45 +155,26 @@ def walk(
         return TarDamaged(f"{problem} at byte {position}{'' if stop is None else f' of {stop}'}")
 
     while True:
-        block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
+        block = headers.at(position)
         if len(block) < TAR_BLOCK:
-            # Between small files, one large read fetches many headers. Between large files, a large
-            # read would fetch only unneeded data.
-            num_bytes = AHEAD_BYTES if position - previous <= CLOSE_BYTES else TAR_BLOCK
-            if stop is not None:
-                num_bytes = max(0, min(num_bytes, stop - position))
-            ahead = read(num_bytes, position)
-            ahead_at = position
-            block = ahead[:TAR_BLOCK]
-            if len(block) < TAR_BLOCK:
-                may_end = position > start and not needs_end
-                if may_end and not any(block):
-                    return
-                raise damaged("truncated: a header or the end marker is missing")
+            may_end = position > start and not needs_end
+            if may_end and not any(block):
+                return
+            raise damaged("truncated: a header or the end marker is missing")
 
         if block[0] == 0 and not any(block):
             _expect_zeros(read, position, stop, damaged)
             return
 
-        previous = position
         offset = position + TAR_BLOCK
         try:
-            if _is_plain_file(block):
-                kind = FILE
-                own_size = int(block[124:136].strip(b"\0 ") or b"0", 8)
-                own_name = block[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
-            else:
-                header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-                kind = KINDS.get(header.type, "a device or a pipe")
-                own_size = 0 if header.type in WITHOUT_DATA else header.size
-                own_name = header.name
-
-                if header.type in EXTENSIONS:
-                    if not 0 <= own_size <= MAX_NAME_BYTES:
-                        raise damaged(f"damaged: a header of {own_size} bytes")
-                    name, size = _read_extension(header.type, read(own_size, offset), name, size)
-                    position = offset + (own_size + 511 & -512)
-                    continue
+            member_type, own_name, own_size = _parse_header(block)
+            if member_type in EXTENSIONS:
+                if not 0 <= own_size <= MAX_NAME_BYTES:
+                    raise damaged(f"damaged: a header of {own_size} bytes")
+                name, size = _read_extension(member_type, read(own_size, offset), name, size)
+                position = offset + _padded(own_size)
+                continue
         except TarDamaged:
             raise
         except (ValueError, tarfile.HeaderError) as error:
@@ -213,10 +192,56 @@ def walk(
         if stop is not None and offset + size > stop:
             raise damaged(f"truncated: too short for the member {name!r} of {size} bytes")
 
-        yield TarMember(name, offset, size, kind)
-        position = offset + (size + 511 & -512)
+        yield TarMember(name, offset, size, KINDS.get(member_type, "a device or a pipe"))
+        position = offset + _padded(size)
         name = ""
         size = -1
+
+
+class _Headers:
+    """Reads the headers of the tar in bytes [start, stop), several of them with one call."""
+
+    def __init__(self, read: Read, start: int, stop: int | None):
+        self._read = read
+        self._stop = stop
+        self._previous = start - 2 * CLOSE_BYTES
+        self._ahead = b""
+        self._ahead_at = start
+        """The position of `_ahead`, the bytes of the last call."""
+
+    def at(self, position: int) -> bytes:
+        """Return the header at `position`, or fewer bytes at the end. Positions never decrease."""
+        block_at = position - self._ahead_at
+        block = self._ahead[block_at : block_at + TAR_BLOCK]
+        if len(block) < TAR_BLOCK:
+            # Between small files, one large read fetches many headers. Between large files, a large
+            # read would fetch only unneeded data.
+            num_bytes = AHEAD_BYTES if position - self._previous <= CLOSE_BYTES else TAR_BLOCK
+            if self._stop is not None:
+                num_bytes = max(0, min(num_bytes, self._stop - position))
+            self._ahead = self._read(num_bytes, position)
+            self._ahead_at = position
+            block = self._ahead[:TAR_BLOCK]
+
+        self._previous = position
+        return block
+
+
+def _parse_header(block: bytes) -> tuple[bytes, str, int]:
+    """Return the type, the name and the size of the member after a header.
+
+    Raises ValueError or HeaderError if the header is damaged.
+    """
+    if _is_plain_file(block):
+        name = block[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+        return tarfile.REGTYPE, name, int(block[124:136].strip(b"\0 ") or b"0", 8)
+    header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    return header.type, header.name, 0 if header.type in WITHOUT_DATA else header.size
+
+
+def _padded(num_bytes: int) -> int:
+    """Return a size rounded up to whole blocks."""
+    return num_bytes + TAR_BLOCK - 1 & -TAR_BLOCK
 
 
 def _describe_other_file(block: bytes, error: Exception) -> str:
@@ -228,12 +253,13 @@ def _describe_other_file(block: bytes, error: Exception) -> str:
 def _is_plain_file(block: bytes) -> bool:
     """Return whether a header is undamaged and describes an ordinary file ("0").
 
-    `walk` parses such headers 10 times as fast as `tarfile`. A header's checksum is the sum of its
-    bytes, with the checksum field counted as spaces. The lower half of Adler-32 is that sum plus 1,
-    modulo 65521. Raises ValueError if the checksum is not a number.
+    `_parse_header` parses such headers 10 times as fast as `tarfile`. A header's checksum is the
+    sum of its bytes, with the checksum field counted as spaces. The lower half of Adler-32 is that
+    sum plus 1, modulo 65521. Raises ValueError if the checksum is not a number.
     """
+    # A type other than "0" (48), a size in binary, or a long name.
     needs_tarfile = block[156] != 48 or block[124] >= 128 or block[345] != 0
-    if needs_tarfile:  # another type, a size in binary, or a long name
+    if needs_tarfile:
         return False
 
     field = block[148:156]
@@ -269,11 +295,13 @@ def _read_extension(kind: bytes, extra: bytes, name: str, size: int) -> tuple[st
 def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
     """Return the name and size from a pax header. A value that the header lacks stays `name` or
     `size`."""
-    while entry := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
-        value = extra[entry.end() : int(entry[1]) - 1]
-        if entry[2] == b"path":
+    # An entry such as "18 path=photo.jpg\n" begins with its own length in bytes.
+    while entry := re.match(rb"(?P<length>\d{1,5}) (?P<key>[^=]+)=", extra):
+        length = int(entry["length"])
+        value = extra[entry.end() : length - 1]
+        if entry["key"] == b"path":
             name = value.decode("utf-8", "surrogateescape")
-        elif entry[2] == b"size" and value.isdigit():
+        elif entry["key"] == b"size" and value.isdigit():
             size = int(value)
-        extra = extra[max(int(entry[1]), entry.end()) :]
+        extra = extra[max(length, entry.end()) :]
     return name, size
