@@ -107,15 +107,13 @@ def _evaluate_all(
         world.broadcast_from_main(lambda: _try_to_read(args.checkpoints))
 
     results: list[Result] = []
-    root = args.data
-    split = args.split or "val"
+    root, split = args.data, args.split or "val"
     for path in args.checkpoints or [""]:
         subject = _read(path, args, root, split, world)
         assert subject.config is not None, "without --finetune a missing config is an error"
         config = config_io.with_settings(subject.config, settings)
         if not results:  # the following checkpoints are evaluated on the same images
-            root = config.data.root
-            split = config.data.val_split
+            root, split = config.data.root, config.data.val_split
             settings |= {
                 "data.root": root,
                 "data.val_split": split,

@@ -54,10 +54,9 @@ def main() -> World:
 
     origin = _origin(loaded, run_dir, published, args.repository or "")
     suffix = f" ({loaded.which()})" if loaded.which() else ""
-    size = subject.config.model.size_text()
     print(
-        f"{loaded.path}{suffix}: {origin.name}, {subject.num_classes:,} classes at {size}, to"
-        f" {args.to}"
+        f"{loaded.path}{suffix}: {origin.name}, {subject.num_classes:,} classes at"
+        f" {subject.config.model.size_text()}, to {args.to}"
     )
     for note in loaded.notes:
         print(f"  {note}")

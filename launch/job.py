@@ -35,11 +35,9 @@ from vit.system.files import ShardError
 from vit.system.redact import guard_console, shown
 from vit.system.urls import is_url
 
-FINISHED = 0
-ACCIDENT = 1
-MISTAKE = 2
-AGAIN = 75
-"""EX_TEMPFAIL in sysexits.h. The files in deploy/ use the same value."""
+FINISHED, ACCIDENT, MISTAKE, AGAIN = 0, 1, 2, 75
+"""The values of the exit status. AGAIN is EX_TEMPFAIL in sysexits.h. The files in deploy/ use the
+same value."""
 SHUTDOWN_S = 110
 """The seconds that torchrun gives its ranks to save after SIGTERM (default: 30)."""
 MEET_S = 3600
@@ -91,9 +89,9 @@ class Torchrun:
         """
         # torchrun starts its ranks with this Python.
         python = environment.get("PYTHON_EXEC", sys.executable)
-        launcher = [python, "-m", "torch.distributed.run", "--max-restarts=0"]
         script = str(Path(__file__).with_name("train.py"))
-        self._process = subprocess.Popen([*launcher, script, *arguments], env=environment)
+        launcher = [python, "-m", "torch.distributed.run", "--max-restarts=0", script]
+        self._process = subprocess.Popen([*launcher, *arguments], env=environment)
         self._forward()  # Forward a signal that arrived before the process started.
 
         done_s: float | None = None

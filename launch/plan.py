@@ -82,9 +82,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 
 def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
     """Format the forecast as text with one line per quantity."""
-    plan = forecast.plan
-    gpu = forecast.gpu
-    num_gpus = forecast.num_gpus
+    plan, gpu, num_gpus = forecast.plan, forecast.gpu, forecast.num_gpus
     rank_batch = plan.micro_batch_size * plan.accumulation_steps
 
     slow, fast = forecast.images_per_s(forecast.image_s)
@@ -209,8 +207,7 @@ def _memory(forecast: Forecast) -> str:
 
 
 def _micro_batch(forecast: Forecast) -> str:
-    largest = forecast.largest_micro_batch_size
-    planned = forecast.plan.micro_batch_size
+    largest, planned = forecast.largest_micro_batch_size, forecast.plan.micro_batch_size
     if not largest:
         return "none fits: use GPUs with more memory, or a smaller model or image size"
     if largest == planned:

@@ -119,7 +119,6 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
     if num_good > 0:
         is_listed = summary.num_done <= TABLE_IMAGES
         console.print(image_table(summary.examples) if is_listed else summary.class_table())
-
     if args.sheet and summary.examples:
         draw_sheet(summary, trained, args)
     skipped = ""
@@ -212,10 +211,11 @@ def _create_parser() -> Parser:
         "--attention", action="store_true", help="draw attention rollout on the sheet"
     )
 
-    default_batch = "default: the run's eval.batch_size, on a CPU at most 32"
     add_model_flags(
         parser,
-        batch_size=f"images per forward pass ({default_batch})",
+        batch_size=(
+            "images per forward pass (default: the run's eval.batch_size, on a CPU at most 32)"
+        ),
         num_workers="decoding processes (default: one per core, none for a few images)",
         device="(default: auto, a GPU if available)",
     )

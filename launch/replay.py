@@ -33,8 +33,7 @@ def main() -> World:
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = join_world(args.device, "--device ")
     replay = Replay(ReportSource(run_dir, world.device, args.overrides), args.step, args.rank)
-    for line in table(replay):
-        print(line)
+    print("\n".join(table(replay)))
     if args.csv is not None:
         print(write_csv(replay, args.csv))
     if args.sheet is not None or args.csv is None:
@@ -61,8 +60,7 @@ def table(replay: Replay) -> list[str]:
     # The last column needs no padding.
     *widths, _ = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for *texts, augmentation in cells:
-        padded = map(str.ljust, texts, widths)
-        lines.append("  ".join([*padded, augmentation]).rstrip())
+        lines.append("  ".join([*map(str.ljust, texts, widths), augmentation]).rstrip())
 
     if num_rows > len(shown):
         lines.append(f"... and {num_rows - len(shown):,} more: use --csv FILE to write all rows")
@@ -75,8 +73,8 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
     if row.augmentation:
         done.append(row.augmentation)
     if row.mixed_by:
-        share = 1 - row.own_share
-        done.append(f"{row.mixed_by} {share:.2f} of row {row.partner_row} ({row.partner_key})")
+        partner = f"row {row.partner_row} ({row.partner_key})"
+        done.append(f"{row.mixed_by} {1 - row.own_share:.2f} of {partner}")
     if not row.weight:
         done.append("unreadable, ignored")
 

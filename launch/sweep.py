@@ -45,14 +45,12 @@ def main() -> None:
     args = read_command_line()
     folders = run_folders(Path(args.folder), may_be_none=args.when_finished is not None)
     rows = [read_run(folder) for folder in folders]
-
     num_finished = sum(row.outcome == "finished" for row in rows)
     if args.when_finished is not None and num_finished < args.when_finished:
         print(f"{args.folder}: {num_finished} of {args.when_finished} runs are finished")
         return
 
-    for line in table(rows):
-        print(line)
+    print("\n".join(table(rows)))
 
 
 def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 import check_versions  # noqa: F401
 import torch
 
-from vit.config import io as config_io
 from vit.config.hints import setting_for
-from vit.config.io import load_config
+from vit.config.io import from_dict, load_config, with_settings
 from vit.config.schema import Config
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World, join_world
@@ -112,13 +111,11 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
                 f"{source}: these weights were saved by another program: pass the model's name"
                 " instead"
             )
-        config = config_io.from_dict(loaded.config, source)
         settings.setdefault("model.num_classes", loaded.num_classes)
-        config = config_io.with_settings(config, settings)
+        config = with_settings(from_dict(loaded.config, source), settings)
     else:
         minimal = {"data": {"root": "."}, "train": {"steps": 1}, "model": {"name": source}}
-        config = config_io.from_dict(minimal, "command line")
-        config = config_io.with_settings(config, settings)
+        config = with_settings(from_dict(minimal, "command line"), settings)
 
     return config, config.model.num_classes or 1000
 
@@ -166,21 +163,24 @@ def attention(args: Namespace, world: World) -> None:
     written = []
     with Meter("drawing", len(pixels), "images") as meter:
         for number, (path, image) in enumerate(_numbered(_out(args, trained), pixels)):
-            normalize = trained.preprocess.normalize
-            heads, rollout = model_figures.heads_and_rollout(trained.model, normalize, image)
+            heads, rollout = model_figures.heads_and_rollout(
+                trained.model, trained.preprocess.normalize, image
+            )
             name = Path(samples.names[number]).name
 
             if args.separate:
                 folder = args.separate / f"{number}_{Path(name).stem or name}"
                 written.append(model_figures.save_heads(image, heads, folder)[0].parent)
             else:
-                has_pool = getattr(trained.model, "global_pool", "") == "map"
-                title = f"Attention: {name}"
-                written.append(
-                    model_figures.plot_heads(
-                        image, heads, rollout=rollout, title=title, picture=path, has_pool=has_pool
-                    )
+                figure_path = model_figures.plot_heads(
+                    image,
+                    heads,
+                    rollout=rollout,
+                    title=f"Attention: {name}",
+                    picture=path,
+                    has_pool=getattr(trained.model, "global_pool", "") == "map",
                 )
+                written.append(figure_path)
 
             meter.update(number + 1)
 

@@ -247,8 +247,7 @@ class AugmentedBatches(Batches):
         first_row: index of the first of `rows` in the global batch. If an image cannot be decoded,
         raises ShardError or, with `on_bad_image: skip`, returns its key once per row.
         """
-        widths = samples.entries["width"]
-        heights = samples.entries["height"]
+        widths, heights = samples.entries["width"], samples.entries["height"]
         epoch = position // self.order.steps_per_epoch
         # Random numbers do not depend on the image size, which only scales crops and boxes. A run
         # with a different `schedule.image_sizes` therefore uses the same augmentations.

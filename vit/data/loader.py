@@ -100,13 +100,17 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._done: defaultdict[int, list[WorkerResult]] = defaultdict(list)
         """The results of the finished parts at each position."""
 
-        self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
             # Open files before the fork, so that workers inherit them. Otherwise, each worker would
             # open the thousands of files of a large data set.
             batches.prepare(num_workers * local_world_size())
-            niceness = NICENESS_BESIDE_GPU if on_gpu else 0
-            self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s, niceness)
+            self._pool: WorkerPool | OwnProcess = WorkerPool(
+                batches,
+                self._slots,
+                num_workers,
+                stall_timeout_s,
+                niceness=NICENESS_BESIDE_GPU if on_gpu else 0,
+            )
         else:
             self._pool = OwnProcess(batches, self._slots, stall_timeout_s)
 

@@ -87,8 +87,7 @@ class _EpochBlocks:
         after = positions >= start + self.short_length
         # Pad the short block to full length, so that one division gives the slot of any position.
         spread = np.where(after, positions + self.block - self.short_length, positions)
-        slot = spread // self.block
-        inside = spread % self.block
+        slot, inside = np.divmod(spread, self.block)
         if self.num_blocks == 1:
             return inside
 
@@ -265,8 +264,7 @@ class Order:
         # by copy. Without a stable sort, the order of equal keys would depend on the numpy version
         # and the processor.
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
-        images = in_lane // self.aug_repeats
-        copies = in_lane % self.aug_repeats
+        images, copies = np.divmod(in_lane, self.aug_repeats)
 
         # In the form `sampler`, a batch may start between two copies of one image, so the images
         # are not a function of the step number.
@@ -364,8 +362,7 @@ def make_order(
     MIN_DEFAULT_LANE_IMAGES. The default of `block_samples` is 1 for fewer than 262,144 samples,
     else 64. Raises ValueError if the sizes contradict each other; the message lists valid sizes.
     """
-    g = global_batch_size
-    r = aug_repeats
+    g, r = global_batch_size, aug_repeats
     if g > num_samples:
         raise ValueError(
             f"data.global_batch_size={g} exceeds the {num_samples} training samples: choose at most"

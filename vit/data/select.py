@@ -73,7 +73,7 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     if all(getattr(selection, key) == value for key, value in Selection()):
         return Chosen(total, None, "", "")
 
-    is_left = np.ones(total, np.bool_)
+    has_place = np.ones(total, np.bool_)
     is_excluded = np.zeros(total, np.bool_)
     exclusions: list[str] = []
     if selection.exclude is not None:
@@ -81,11 +81,11 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         num_excluded = int(is_excluded.sum())
         keep_places = num_excluded <= HOLES_AT_MOST * total
         if not keep_places:
-            is_left = ~is_excluded
+            has_place = ~is_excluded
         effect = "rows without weight" if keep_places else "which changes all batches"
         exclusions.append(f"{num_excluded:,} by {name}exclude ({effect}{note})")
 
-    numbers = np.flatnonzero(is_left).astype(np.min_scalar_type(total))
+    numbers = np.flatnonzero(has_place).astype(np.min_scalar_type(total))
     labels = split.index["label"]
     has_subset = selection.fraction is not None or selection.samples_per_class is not None
     if has_subset and len(numbers):
@@ -111,22 +111,30 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         new_labels = relabeled | new_labels
         summary += f"; {len(relabeled):,} relabeled by {name}relabel{note}"
     changes = Changes.of(new_labels)
-
     if len(used) < total:
-        num_classes, num_left = (
-            np.count_nonzero(count_labels(labels, samples, split.num_classes))
-            for samples in (range(total), used)
-        )
-        num_lost = num_classes - num_left
-        if num_lost:
-            summary += f"; no image is left in {num_lost:,} of {num_classes:,} classes"
+        summary += _describe_lost_classes(split, used)
+    identity = _identity(numbers, total, changes)
+    chosen_numbers = None if len(numbers) == total else numbers
+    return Chosen(len(numbers), chosen_numbers, summary, identity, changes)
 
+
+def _describe_lost_classes(split: Split, used: NDArray[np.integer]) -> str:
+    """Return a note about the classes without any sample in `used`, or "" if there are none."""
+    num_classes, num_left = (
+        np.count_nonzero(count_labels(split.index["label"], samples, split.num_classes))
+        for samples in (range(split.num_samples), used)
+    )
+    num_lost = num_classes - num_left
+    return f"; no image is left in {num_lost:,} of {num_classes:,} classes" if num_lost else ""
+
+
+def _identity(numbers: NDArray[np.integer], total: int, changes: Changes) -> str:
+    """Return `Chosen.identity` for these `numbers` of `total` samples."""
     note = f", {changes.identity()}" if len(changes.numbers) else ""
     if len(numbers) == total:
-        return Chosen(total, None, summary, f"{total:,} samples{note}" if note else "", changes)
+        return f"{total:,} samples{note}" if note else ""
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
-    identity = f"{len(numbers):,} of {total:,} samples ({digest}){note}"
-    return Chosen(len(numbers), numbers, summary, identity, changes)
+    return f"{len(numbers):,} of {total:,} samples ({digest}){note}"
 
 
 def _exclude(path: Path, split: Split, is_excluded: NDArray[np.bool_], name: str) -> str:
@@ -135,7 +143,7 @@ def _exclude(path: Path, split: Split, is_excluded: NDArray[np.bool_], name: str
     # data_prep does not write the samples in its own list of skipped samples, so allow missing
     # keys in that list.
     may_lack = bool(labels) or path.suffix == QUARANTINE
-    numbers, note = _find(keys, split, f"{name}exclude={path}", may_lack)
+    numbers, note = _find_keys(keys, split, f"{name}exclude={path}", may_lack)
 
     for samples in numbers.values():
         is_excluded[samples] = True
@@ -146,7 +154,7 @@ def _exclude(path: Path, split: Split, is_excluded: NDArray[np.bool_], name: str
     return note
 
 
-def _find(
+def _find_keys(
     keys: list[str], split: Split, setting: str, may_lack_all: bool
 ) -> tuple[dict[str, list[int]], str]:
     """Return the sample numbers of `keys`, and a note about keys that do not exist.
@@ -189,12 +197,14 @@ def _subset(
 
     own_labels = labels[numbers]
     by_class = np.argsort(own_labels, kind="stable")
-    taken = []
     # Split where the label changes, so that each part contains the samples of one class.
-    for members in np.split(by_class, np.flatnonzero(np.diff(own_labels[by_class])) + 1):
-        count = min(selection.samples_per_class or len(members), len(members))
+    class_starts = np.flatnonzero(np.diff(own_labels[by_class])) + 1
+    taken = []
+    for members in np.split(by_class, class_starts):
         if selection.fraction is not None:
             count = max(round(selection.fraction * len(members)), 1)
+        else:
+            count = min(selection.samples_per_class or len(members), len(members))
         taken.append(members[are_ranked(keys[members], 0, count)])
     return numbers[np.sort(np.concatenate(taken))]
 
@@ -253,7 +263,7 @@ def _read_relabel(path: Path, split: Split, name: str) -> tuple[dict[int, int], 
             f" {few(problems, 3)}"
         )
 
-    numbers, note = _find(list(labels), split, f"{name}relabel={path}", may_lack_all=False)
+    numbers, note = _find_keys(list(labels), split, f"{name}relabel={path}", may_lack_all=False)
     return {sample: labels[key] for key, samples in numbers.items() for sample in samples}, note
 
 
@@ -312,19 +322,9 @@ def _idx_names(split: Split) -> Iterator[str]:
         yield from (names[number] for number in split.numbers)
         return
 
-    store = None if isinstance(split.root, Path) else split.tars.store
     firsts = first_samples(split.lengths)
     for filename, (first, stop) in zip(split.filenames, pairwise(firsts), strict=True):
-        name = filename.removesuffix(".tar") + ".idx"
-        try:
-            if store is not None:
-                version = store.stat(name)
-                content = store.read(name, 0, version.size, version)
-            else:
-                content = (Path(split.root) / name).read_bytes()
-            lines = content.decode("utf-8", "surrogateescape").splitlines()[1:]
-        except OSError:
-            lines = []
+        lines = _idx_lines(split, filename.removesuffix(".tar") + ".idx")
         if len(lines) != stop - first:
             lines = [""] * (stop - first)
 
@@ -337,6 +337,20 @@ def _idx_names(split: Split) -> Iterator[str]:
             members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
             names = [name for *offset_and_size, name in members if offset_and_size == image]
             yield split.key_in(names[0]) if names else idx_name(split.key(first + number))
+
+
+def _idx_lines(split: Split, name: str) -> list[str]:
+    """Return the lines of an `.idx` file after its header, or [] if it cannot be read."""
+    store = None if isinstance(split.root, Path) else split.tars.store
+    try:
+        if store is not None:
+            version = store.stat(name)
+            content = store.read(name, 0, version.size, version)
+        else:
+            content = (Path(split.root) / name).read_bytes()
+    except OSError:
+        return []
+    return content.decode("utf-8", "surrogateescape").splitlines()[1:]
 
 
 def _name(split: Split) -> str:

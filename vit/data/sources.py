@@ -87,25 +87,34 @@ def train_set_of_sources(
     identities = []
     for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
         shares.append(Share(num_draws, each.num_samples, first, each.numbers))
-        whole = f"all {each.num_samples:,} samples"
-        share = num_draws / each.num_samples
-        times = "" if share == 1 else f", {share:.3g} times each"
-
-        by_number = ""
-        if bool(split.class_names) != bool(classes_of.class_names):
-            nameless = split if classes_of.class_names else classes_of
-            by_number = (
-                f"; its labels are mapped by number, because {nameless.root} {nameless.name!r} has"
-                " no class names"
-            )
-        summary.append(
-            f"{num_draws:,} images per epoch ({num_draws / sum(draws):.1%}{times}) of"
-            f" {each.summary or f'{whole} of {split.root} {split.name!r}'}{by_number}"
+        summary.append(_describe_draws(split, each, num_draws, sum(draws), classes_of))
+        identities.append(
+            f"{num_draws:,} draws of {each.identity or f'all {each.num_samples:,} samples'}"
         )
-        identities.append(f"{num_draws:,} draws of {each.identity or whole}")
 
     return TrainSet(
         sources, sum(draws), tuple(shares), tuple(summary), "; ".join(identities), sources.changes
+    )
+
+
+def _describe_draws(
+    split: Split, chosen: Chosen, num_draws: int, total: int, classes_of: Split
+) -> str:
+    """Describe the `num_draws` of `total` images per epoch that come from `split`."""
+    share = num_draws / chosen.num_samples
+    times = "" if share == 1 else f", {share:.3g} times each"
+    whole = f"all {chosen.num_samples:,} samples of {split.root} {split.name!r}"
+    text = (
+        f"{num_draws:,} images per epoch ({num_draws / total:.1%}{times}) of"
+        f" {chosen.summary or whole}"
+    )
+    if bool(split.class_names) == bool(classes_of.class_names):
+        return text
+
+    nameless = split if classes_of.class_names else classes_of
+    return (
+        f"{text}; its labels are mapped by number, because {nameless.root} {nameless.name!r} has no"
+        " class names"
     )
 
 
@@ -125,8 +134,7 @@ def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64
             numbers = share.first + share.chosen.astype(np.int64)
         if len(changes.holes):
             numbers = np.setdiff1d(numbers, changes.holes)
-        source_counts = count_labels(labels, numbers, num_classes)
-        counts += source_counts * (share.num_draws / share.num_samples)
+        counts += count_labels(labels, numbers, num_classes) * (share.num_draws / share.num_samples)
     return counts
 
 
@@ -280,8 +288,7 @@ def _how_to_name(root: object) -> str:
 def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
     named = [(number, split) for number, split in enumerate(splits) if split.class_names]
     for (first_number, first), (number, split) in pairwise(named):
-        pairs = zip_longest(first.class_names, split.class_names)
-        for label, (one, other) in enumerate(pairs):
+        for label, (one, other) in enumerate(zip_longest(first.class_names, split.class_names)):
             if one != other:
                 raise ShardError(
                     f"{_describe(number, split)}: label {label} means {other!r}, but {one!r} in"

@@ -81,8 +81,7 @@ class WorkerStatus:
 
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
-        self._retries = num_retries()
-        self._progress = num_progress()
+        self._retries, self._progress = num_retries(), num_progress()
 
     # ---- methods for the process itself ----
 
@@ -128,12 +127,10 @@ class WorkerStatus:
         Retries, pauses between attempts, and received bytes count as progress, because a process
         that waits for a store does not hang.
         """
-        retries = num_retries()
-        progress = num_progress()
+        retries, progress = num_retries(), num_progress()
         self._numbers[_PLACES["retries"]] += retries - self._retries
         if (retries, progress) != (self._retries, self._progress):
-            self._retries = retries
-            self._progress = progress
+            self._retries, self._progress = retries, progress
             self._numbers[_CHANGES] += 1
 
     def beat(self) -> None:

@@ -123,8 +123,9 @@ def _shards_of(text: str | None, num_shards: int) -> range:
     if text is None:
         return range(num_shards)
 
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    shards = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+    shards = range(0)
+    if match := re.fullmatch(r"(?P<first>\d+)(?:-(?P<last>\d+))?", text):
+        shards = range(int(match["first"]), int(match["last"] or match["first"]) + 1)
     if not shards or shards.stop > num_shards:
         raise ValueError(
             f"--shards {text}: expected a shard number or a range, such as 0-{num_shards - 1} for"
@@ -182,12 +183,10 @@ def _warm_all(options: Namespace) -> int:
     eval_places: list[tuple[str, str]] = []
     if options.config is not None:
         config = load_config(options.config, options.root)
-        data = config.data
-        loader = config.loader
+        data, loader = config.data, config.loader
         eval_places = config.eval.further_places(data.root, data.val_split)
     elif len(options.root) == 1:
-        data = DataConfig(root=options.root[0])
-        loader = LoaderConfig()
+        data, loader = DataConfig(root=options.root[0]), LoaderConfig()
     else:
         raise ValueError(
             "expected one data set: a folder, a URL, or --config FILE (python -m"
@@ -218,8 +217,7 @@ def _warm_all(options: Namespace) -> int:
                 " blocks to a cache"
             )
 
-        shards = _shards_of(options.shards, len(tars.filenames))
-        report, is_sound = warm(tars, split, shards)
+        report, is_sound = warm(tars, split, _shards_of(options.shards, len(tars.filenames)))
         if is_sound:
             print(report, flush=True)
         else:

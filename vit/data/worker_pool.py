@@ -201,8 +201,7 @@ class WorkerPool:
             # Wait for all workers together. The wait ends when a worker sends a result or dies,
             # because the pipe of a dead worker becomes readable, or when the next status check is
             # due.
-            events = self._selector.select(self.watch.look_each_s if wait else 0)
-            for key, _ in events:
+            for key, _ in self._selector.select(self.watch.look_each_s if wait else 0):
                 if self._receive(key.data, results):
                     raise WorkerError(self._cause_of_death(self._workers[key.data][0]))
 

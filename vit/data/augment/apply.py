@@ -101,8 +101,9 @@ class Augment:
             rows = slice(start, start + block_rows)
             block = images[rows]
             if self.layout.shift is not None:
-                reflect = self.config.crop == "simple"
-                block = pixel_ops.shift(block, *on_device[rows].unbind(1), reflect=reflect)
+                block = pixel_ops.shift(
+                    block, *on_device[rows].unbind(1), reflect=self.config.crop == "simple"
+                )
             apply_rounds(rounds, rows, block, out[rows])
         return out
 
@@ -189,8 +190,7 @@ class Augment:
         elif self.config.erasing_mode == "pixel":
             # Noise is a hash of the row's seed, so it is the same on every device and in every
             # micro-batch.
-            seeds = columns[:, 4].int()
-            fill = pixel_ops.noise(seeds, self.quantiles, *inputs.shape[1:])
+            fill = pixel_ops.noise(columns[:, 4].int(), self.quantiles, *inputs.shape[1:])
         return torch.where(pixel_ops.in_box(inputs, columns[:, :4]), fill, inputs)
 
 

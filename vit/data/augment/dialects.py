@@ -240,8 +240,7 @@ def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
     """Return the top, bottom, left and right of a square of up to 80 pixels (at strength 10)."""
     height, width = drawn.size
     half = (4.0 * drawn.strength.abs()).floor()
-    x = (drawn.place[:, :1] * width).floor()
-    y = (drawn.place[:, 1:] * height).floor()
+    x, y = (drawn.place[:, :1] * width).floor(), (drawn.place[:, 1:] * height).floor()
     return y - half, y + half, x - half, x + half
 
 
@@ -249,8 +248,7 @@ def _tf_turned(degrees: Tensor, size: Size) -> Matrix:
     """Return the rotation matrix of tensorflow_addons/image/transform_ops.py."""
     last_y, last_x = (side - 1 for side in size)
     angle = degrees * (math.pi / 180.0)
-    cos = angle.cos()
-    sin = angle.sin()
+    cos, sin = angle.cos(), angle.sin()
     offset_x = (last_x - (cos * last_x - sin * last_y)) / 2
     offset_y = (last_y - (sin * last_x + cos * last_y)) / 2
     return cos, -sin, offset_x, sin, cos, offset_y

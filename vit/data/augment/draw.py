@@ -160,8 +160,7 @@ def _simple_crops(
     stored pixel that is nearest to the drawn position.
     """
     height, width = size
-    w = widths.astype(np.float64)
-    h = heights.astype(np.float64)
+    w, h = widths.astype(np.float64), heights.astype(np.float64)
 
     stored_per_pixel = np.minimum(w / width, h / height)
     starts = []
@@ -387,8 +386,7 @@ def draw_mix(
     partner = partners(config, num_rows)
     keys = _mix_keys(config, seed, position, first_row, partner)
     cutmix = np.full(num_rows, config.cutmix_alpha > 0)
-    mixup_lambda = np.ones(num_rows)
-    cutmix_lambda = np.ones(num_rows)
+    mixup_lambda = cutmix_lambda = np.ones(num_rows)
     if config.mixup_alpha > 0:
         mixup_lambda = _symmetric_beta(config.mixup_alpha, fold(keys, 1))
         cutmix &= uniform(keys, 0) < config.cutmix_switch_prob

@@ -61,8 +61,8 @@ def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: tor
             for TensorFlow's.
     """
     pair = torch.add(highest, levels.amin(2, keepdim=True), alpha=256)
-    stretched = _stretched(dtype, levels.device)
-    torch.index_select(stretched, 0, pair.flatten(), out=out.view(-1, 256))
+    tables = _stretched(dtype, levels.device)
+    torch.index_select(tables, 0, pair.flatten(), out=out.view(-1, 256))
 
 
 @lru_cache

@@ -182,11 +182,11 @@ def decode_center(
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
     if math.prod(resized) > MAX_PIXELS:  # an extreme aspect ratio makes the long side huge
-        reason = (
+        elongated = ValueError(
             f"{width} x {height} pixels are too elongated: after resizing they would exceed"
             f" {MAX_PIXELS} pixels"
         )
-        raise undecodable(data, ValueError(reason))
+        raise undecodable(data, elongated)
 
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)

@@ -93,8 +93,7 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
             f"{path} was not built from the current sources in {sources}; {again}"
         )
 
-    size = ctypes.c_size_t
-    pointer = ctypes.c_void_p
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
     # Arguments: data and its size; image width and height; left, top, width and height of the
     # window; channels; pixels and bytes per row; portable.
     library.vit_decode_window.argtypes = [
@@ -197,7 +196,6 @@ def decode_into(
     assert pixels.strides[1:] == (channels, 1)
 
     address = pixels.__array_interface__["data"][0]
-    row_bytes = pixels.strides[0]
     return Status(
         library.vit_decode_window(
             data,
@@ -209,7 +207,7 @@ def decode_into(
             height,
             channels,
             address,
-            row_bytes,
+            pixels.strides[0],
             portable,
         )
     )

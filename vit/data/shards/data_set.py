@@ -95,9 +95,8 @@ def _open_whole(
         storage.open_cache()
     index = _open_index(found, split, storage, sizes, layout)
 
-    tars: TarReader
     if isinstance(folder, Path) and not is_cached:
-        tars = LocalTars(folder, described.filenames, retry)
+        tars: TarReader = LocalTars(folder, described.filenames, retry)
     else:
         tars = storage.open_tars(
             folder, described.filenames, found_versions, index, first_samples(described.lengths)
@@ -194,9 +193,8 @@ def _check_shards(
 ) -> list[Version]:
     """Return the version of each shard. Raises ShardError with a list of all mismatches."""
     names = described.filenames
-    results: list[Version | str]
     if of_other_process is not None and len(of_other_process) == len(names):
-        results = [Version(*version) for version in of_other_process]
+        results: list[Version | str] = [Version(*version) for version in of_other_process]
     elif isinstance(folder, Path):
         results = [_local_version(folder / name) for name in names]
     else:

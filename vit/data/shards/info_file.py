@@ -72,8 +72,7 @@ class _Sidecar(TypedDict, total=False):
     ignored: dict[str, Count]
 
 
-INFO = TypeAdapter(_Info)
-SIDECAR = TypeAdapter(_Sidecar)
+INFO, SIDECAR = TypeAdapter(_Info), TypeAdapter(_Sidecar)
 
 
 def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], path: Path | str) -> None:

@@ -120,8 +120,10 @@ class SampleLayout:
 
         problems = []
         if len(images) != 1:
-            expected = f"expected one of {', '.join(self.image_suffixes)}"
-            problems.append(f"{len(images) or 'no'} images ({members}; {expected})")
+            problems.append(
+                f"{len(images) or 'no'} images ({members}; expected one of"
+                f" {', '.join(self.image_suffixes)})"
+            )
         if not has_label:
             detail = "" if problems else f" ({members})"
             problems.append(f"no .{self.label_suffix} with the label{detail}")
@@ -239,8 +241,7 @@ def _options_for(
     prefix = image[: image.rfind(".") + 1]
     has_dots = prefix != "" and label.startswith(prefix)  # for example a.1.jpg, a.1.cls
     if has_dots:
-        image = image.removeprefix(prefix)
-        label = label.removeprefix(prefix)
+        image, label = image.removeprefix(prefix), label.removeprefix(prefix)
         if names is SETTINGS:
             return [names.keys_with_dots]
 

@@ -96,9 +96,7 @@ class Split:
         """
         row = self.index[i]
         shard = self._shard_of(i)
-        offset = int(row["offset"])
-        size = int(row["size"])
-        checksum = int(row["crc32c"])
+        offset, size, checksum = int(row["offset"]), int(row["size"]), int(row["crc32c"])
 
         data, problem = self._read_once(i, shard, offset, size, checksum)
         if problem == FLIPPED:
@@ -134,8 +132,7 @@ class Split:
                 header = self.tars.pread(i, shard, TAR_BLOCK, offset - TAR_BLOCK)
             else:
                 block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
-                header = block[:TAR_BLOCK]
-                data = block[TAR_BLOCK:]
+                header, data = block[:TAR_BLOCK], block[TAR_BLOCK:]
         except OSError as error:
             return b"", f"failed: {error.strerror}"
 

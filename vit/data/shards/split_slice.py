@@ -46,8 +46,7 @@ def parse_name(name: str) -> PartName:
 
     match = _NAME.fullmatch(name)
     if match is not None:
-        start = float(match["start"] or 0)
-        stop = float(match["stop"] or 100)
+        start, stop = float(match["start"] or 0), float(match["stop"] or 100)
         if start < stop <= 100:
             return PartName(match["split"], start, stop)
     raise ShardError(

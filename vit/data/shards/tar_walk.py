@@ -29,8 +29,7 @@ CLOSE_BYTES = 1 << 12
 MAX_NAME_BYTES = 1 << 16
 """The maximum size of a GNU long name or a pax header."""
 
-FILE = "a file"
-FOLDER = "a folder"
+FILE, FOLDER = "a file", "a folder"
 KINDS = {
     tarfile.REGTYPE: FILE,
     tarfile.AREGTYPE: FILE,
@@ -148,8 +147,7 @@ def walk(
     headers = _Headers(read, start, stop)
     position = start
     # The name and size of the next member, if they were in an extension header before it.
-    name = ""
-    size = -1
+    name, size = "", -1
 
     def damaged(problem: str) -> TarDamaged:
         return TarDamaged(f"{problem} at byte {position}{'' if stop is None else f' of {stop}'}")
@@ -194,8 +192,7 @@ def walk(
 
         yield TarMember(name, offset, size, KINDS.get(member_type, "a device or a pipe"))
         position = offset + _padded(size)
-        name = ""
-        size = -1
+        name, size = "", -1
 
 
 class _Headers:

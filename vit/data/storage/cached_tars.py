@@ -182,8 +182,7 @@ class CachedTars:
 
         Raises ShardError or OSError.
         """
-        start = self._start(sample, shard)
-        stop = self._stop(sample)
+        start, stop = self._start(sample, shard), self._stop(sample)
 
         # Retry, because other processes may fill the cache, which removes the block before this
         # process has read it.
@@ -318,10 +317,13 @@ class CachedTars:
         )
 
     def _make_block(self, shard: int, first: int, last: int) -> CacheBlock:
-        name = f"{self._names[shard]}.{first}-{last}.block"
-        start = self._start(first, shard)
         return CacheBlock(
-            name, shard, first=first, last=last, start=start, stop=self._stop(last - 1)
+            name=f"{self._names[shard]}.{first}-{last}.block",
+            shard=shard,
+            first=first,
+            last=last,
+            start=self._start(first, shard),
+            stop=self._stop(last - 1),
         )
 
     # ---- fetching ----
@@ -336,8 +338,7 @@ class CachedTars:
 
         rows = self.index[block.first : block.last]
         starts = (rows["offset"].astype(np.int64) - block.start).tolist()
-        sizes = rows["size"].tolist()
-        checksums = rows["crc32c"].tolist()
+        sizes, checksums = rows["size"].tolist(), rows["crc32c"].tolist()
 
         ends = []
         for start, size, checksum in zip(starts, sizes, checksums, strict=True):

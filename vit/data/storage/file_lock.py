@@ -79,9 +79,8 @@ def _wait_for_lock(fd: int, path: Path) -> None:
     Raises TimeoutError if it has not grown for LOCK_WAIT_S. The next attempt to lock this file then
     fails without waiting.
     """
-    began_s = time.monotonic()
-    grew_s = began_s
-    warn_at_s = began_s + WARN_AFTER_S
+    grew_s = time.monotonic()
+    warn_at_s = grew_s + WARN_AFTER_S
     pause_s = 0.002
     size = -1
     while True:

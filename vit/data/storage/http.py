@@ -208,8 +208,7 @@ class WebFile(io.RawIOBase):
                     f"{self._where}: only {num_bytes} bytes arrived in {elapsed_s:.0f} s; check"
                     " the network, then start again"
                 )
-            self._mark_s = self._waited_s
-            self._mark_at = self.at
+            self._mark_s, self._mark_at = self._waited_s, self.at
 
         requested = f"bytes={self.at}-{'' if self.stop is None else self.stop - 1}"
         response = get(
@@ -280,9 +279,10 @@ class WebFile(io.RawIOBase):
         bytes."""
         # "bytes FIRST-LAST/SIZE"; "*" stands for an unknown size, or for a range without bytes.
         content_range = re.fullmatch(
-            r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", response.headers.get("Content-Range", "")
+            r"bytes (?:(?P<first>\d+)-(?P<last>\d+)|\*)/(?P<size>\d+|\*)",
+            response.headers.get("Content-Range", ""),
         )
-        size_text = content_range[3] if content_range else "*"
+        size_text = content_range["size"] if content_range else "*"
         size = -1 if size_text == "*" else int(size_text)
         if response.status == 416:
             if self.at < size:
@@ -295,7 +295,7 @@ class WebFile(io.RawIOBase):
             raise self._refusal(response)
 
         is_size_missing = size < 0 and self.parts_only
-        first_text, last_text = content_range.group(1, 2) if content_range else ("", "")
+        first_text, last_text = content_range.group("first", "last") if content_range else ("", "")
         if not first_text or is_size_missing:
             raise ShardError(
                 f"{self._where}: the server does not report the size of the file; serve the shards"
@@ -329,9 +329,8 @@ class WebFile(io.RawIOBase):
         if response.status in RETRYABLE_STATUS:
             return RetryableError(reason, retry_after_s)
 
-        final: Exception
         if response.status in (404, 410):
-            final = FileNotFoundError(errno.ENOENT, "no such file on the server")
+            final: Exception = FileNotFoundError(errno.ENOENT, "no such file on the server")
         else:
             hint = login_hint(self.url) if response.status in (401, 403) else "correct the address"
             final = Refused(f"{self._where}: {reason}; {hint}")
