@@ -69,9 +69,11 @@ def main() -> World:
 
     if world.is_main:
         show(result, args.json)
-        written = sys.stderr if args.json else sys.stdout
         if args.out is not None:
-            print(f"written: {write_results(args.out, result)} and a .md file", file=written)
+            print(
+                f"written: {write_results(args.out, result)} and a .md file",
+                file=sys.stderr if args.json else sys.stdout,
+            )
     return world
 
 

@@ -156,8 +156,7 @@ def judge(
         return AGAIN, f"stopped and saved ({checkpoint})"
     if after is None or before is None:
         # Ranks report an unreachable store as a user mistake, which would prevent a retry.
-        how = f"ended by {signal_name}" if signal_name else "failed"
-        status = AGAIN if signal_name else ACCIDENT
+        status, how = (AGAIN, f"ended by {signal_name}") if signal_name else (ACCIDENT, "failed")
         return status, f"{how}; the store does not show whether a newer checkpoint exists"
     if after != before:
         return AGAIN, f"failed, but advanced from {before or 'the start'} to {checkpoint}"

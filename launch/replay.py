@@ -73,8 +73,9 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
     if row.augmentation:
         done.append(row.augmentation)
     if row.mixed_by:
-        partner = f"row {row.partner_row} ({row.partner_key})"
-        done.append(f"{row.mixed_by} {1 - row.own_share:.2f} of {partner}")
+        done.append(
+            f"{row.mixed_by} {1 - row.own_share:.2f} of row {row.partner_row} ({row.partner_key})"
+        )
     if not row.weight:
         done.append("unreadable, ignored")
 

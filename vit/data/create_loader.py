@@ -100,8 +100,8 @@ def create_loader(
     recipe = from_dict(values, "create_loader").augment
 
     if rank is None or world_size is None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        is_joined = dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
 
     order = make_order(split.num_samples, global_batch_size, seed)
     unit = world_size * row_unit(recipe, order)

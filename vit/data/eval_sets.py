@@ -161,25 +161,31 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
         # A model may have folder names and English names. Use the naming scheme that matches the
         # most names.
         model_names = min(model.namings.values(), key=lambda naming: len({*names} - {*naming}))
-        output = {name: number for number, name in enumerate(model_names)}
-        missing = [name for name in names if name not in output]
-        if missing:
-            raise ValueError(
-                f": the model lacks {len(missing):,} of the {len(names):,} classes of {split.root}"
-                f" ({few(missing)}); its own classes are {few(list(model_names))}: use data whose"
-                " classes have the same names"
-            )
-
-        ambiguous = [name for name in names if list(model_names).count(name) > 1]
-        if ambiguous:
-            raise ValueError(
-                f": the model has several classes called {few(ambiguous)}: use data whose classes"
-                " have unique names, such as WordNet ids"
-            )
-
-        numbers = [output[name] for name in names]
+        numbers = _match_names(split, model_names)
 
     return None if numbers == list(range(model.num_classes)) else torch.tensor(numbers)
+
+
+def _match_names(split: Split, model_names: Sequence[str]) -> list[int]:
+    """Return the model output with the name of each class of `split`. Raises ValueError."""
+    names = split.class_names
+    output = {name: number for number, name in enumerate(model_names)}
+    missing = [name for name in names if name not in output]
+    if missing:
+        raise ValueError(
+            f": the model lacks {len(missing):,} of the {len(names):,} classes of {split.root}"
+            f" ({few(missing)}); its own classes are {few(list(model_names))}: use data whose"
+            " classes have the same names"
+        )
+
+    ambiguous = [name for name in names if list(model_names).count(name) > 1]
+    if ambiguous:
+        raise ValueError(
+            f": the model has several classes called {few(ambiguous)}: use data whose classes have"
+            " unique names, such as WordNet ids"
+        )
+
+    return [output[name] for name in names]
 
 
 # --- several correct classes for an image ---------------------------------------------------------

@@ -58,5 +58,5 @@ class ImageFormat:
     def sizes_text(self) -> str:
         """Return the sizes of training images as text: "160x160 until epoch 180, then 224x224"."""
         parts = [f"{size[0]}x{size[1]} until epoch {until}" for until, size in self.stages]
-        then = "then " if parts else ""
-        return ", ".join([*parts, f"{then}{self.size[0]}x{self.size[1]}"])
+        last = f"{self.size[0]}x{self.size[1]}"
+        return ", ".join([*parts, f"then {last}" if parts else last])

@@ -167,8 +167,9 @@ INDEXED_SHARDS = IndexedShards()
 
 def open_train_set(config: Config, val_split: Split, num_classes: int | None = None) -> TrainSet:
     """Open and select the training samples of shards with an index, on this rank alone."""
-    splits = INDEXED_SHARDS.open_splits(config)
-    return INDEXED_SHARDS.choose(config, splits, val_split, num_classes=num_classes)
+    return INDEXED_SHARDS.choose(
+        config, INDEXED_SHARDS.open_splits(config), val_split, num_classes=num_classes
+    )
 
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:

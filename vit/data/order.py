@@ -461,9 +461,8 @@ def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _Epoch
 # entries are enough for 128 lanes. They take 2 MiB per process.
 @lru_cache(maxsize=256)
 def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
-    hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
     # Without a stable sort, numpy versions may order equal hashes differently.
-    return np.argsort(hashes, kind="stable")
+    return np.argsort(fold(seed, shuffle, 3, lane, number, np.arange(length)), kind="stable")
 
 
 def sample_checksum(ids: NDArray[np.int64]) -> int:

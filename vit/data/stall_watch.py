@@ -87,9 +87,8 @@ class StallWatch:
         """Log which workers the batch waits for: those that are stuck, else those that are busy."""
         numbers = range(len(self._statuses))
         stuck = [n for n in numbers if self.stuck_s[n] >= 0.9 * self.warn_after_s]
-        busy = [n for n in numbers if self._statuses[n].stage != Stage.IDLE]
+        named = stuck or [n for n in numbers if self._statuses[n].stage != Stage.IDLE]
 
-        named = stuck or busy
         activities = "; ".join(f"{name(n)} {self.activity(n)}" for n in named[:MAX_NAMED])
         if not named:
             activities = f"{', '.join(name(n) for n in numbers[:MAX_NAMED])} takes no work"

@@ -52,7 +52,41 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     # Start at a random block. Otherwise, several commands would wait for each other's locks.
     start = int(hash64(os.getpid())) % len(blocks)
     missing = [block for block in blocks[start:] + blocks[:start] if not cache.holds(block.name)]
+    fetched_bytes, damaged = _fetch_blocks(tars, split, missing)
 
+    lacking_bytes = sum(block.num_bytes for block in missing) - fetched_bytes
+    report = (
+        f"{split}: {_size(all_bytes - lacking_bytes)} of {_size(all_bytes)} are in {cache.folder},"
+        f" {_size(fetched_bytes)} of them fetched now"
+    )
+    if damaged:
+        places = ", ".join(sorted({tars.where(block.shard) for block in damaged}))
+        return (
+            f"{report}; bytes differ from the index in {places}; copy the damaged shards again"
+            f" (`python -m data_prep.verify {quote(str(tars.folder))}` lists the images)"
+        ), False
+
+    if not lacking_bytes:
+        return report, True
+    if cache.has_room(2 * max(block.num_bytes for block in missing)):
+        raise ShardError(
+            f"{report}; the rest could not be stored (see above): free some space on this disk, or"
+            " set another --cache-dir"
+        )
+    return (
+        f"{report}; the cache is full ({_size(cache.limit_bytes)}): enlarge it with --cache-gib or"
+        " loader.cache_gib"
+    ), True
+
+
+def _fetch_blocks(
+    tars: CachedTars, split: str, blocks: Sequence[CacheBlock]
+) -> tuple[int, set[CacheBlock]]:
+    """Fetch blocks into the cache until it is full, several at a time.
+
+    Returns the number of bytes added, and the blocks that do not match the index.
+    """
+    cache = tars.cache
     is_full = threading.Event()
     damaged = set[CacheBlock]()
 
@@ -81,37 +115,15 @@ def warm(tars: CachedTars, split: str, shards: range) -> tuple[str, bool]:
     fetched_bytes = 0
     threads = ThreadPoolExecutor(NUM_THREADS)
     try:
-        with Meter(f"warming {split}", len(missing), "blocks") as meter:
-            futures = [threads.submit(fetch, block) for block in missing]
+        with Meter(f"warming {split}", len(blocks), "blocks") as meter:
+            futures = [threads.submit(fetch, block) for block in blocks]
             for done, future in enumerate(as_completed(futures), 1):
                 fetched_bytes += future.result()
                 meter.update(done, num_bytes=fetched_bytes)
     finally:
         is_full.set()  # after an error or Ctrl-C, do not start another block
         threads.shutdown(wait=False, cancel_futures=True)
-
-    lacking_bytes = sum(block.num_bytes for block in missing) - fetched_bytes
-    report = (
-        f"{split}: {_size(all_bytes - lacking_bytes)} of {_size(all_bytes)} are in {cache.folder},"
-        f" {_size(fetched_bytes)} of them fetched now"
-    )
-    if damaged:
-        places = ", ".join(sorted({tars.where(block.shard) for block in damaged}))
-        return (
-            f"{report}; bytes differ from the index in {places}; copy the damaged shards again"
-            f" (`python -m data_prep.verify {quote(str(tars.folder))}` lists the images)"
-        ), False
-    if not lacking_bytes:
-        return report, True
-    if cache.has_room(2 * max(block.num_bytes for block in missing)):
-        raise ShardError(
-            f"{report}; the rest could not be stored (see above): free some space on this disk, or"
-            " set another --cache-dir"
-        )
-    return (
-        f"{report}; the cache is full ({_size(cache.limit_bytes)}): enlarge it with --cache-gib or"
-        " loader.cache_gib"
-    ), True
+    return fetched_bytes, damaged
 
 
 def _size(num_bytes: float) -> str:

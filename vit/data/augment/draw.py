@@ -41,8 +41,7 @@ _AUTO_AUGMENT = 9
 RANDAUGMENT_PROB = 0.5
 """The probability that timm applies a selected operation; torchvision and big_vision always apply
 it."""
-DEFAULT_MAGNITUDE_STD = 0.5
-"""The standard deviation of the strength of timm's RandAugment if the config has none."""
+
 TRIVIAL_AUGMENT_BINS = 31
 """The number of equally likely strengths in TrivialAugment (`num_magnitude_bins` in
 torchvision)."""
@@ -230,7 +229,8 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
     strength = np.full(len(keys), config.randaugment_magnitude)
     place: list[NDArray] = []
     if config.randaugment_ops in ("timm", "timm_inc0"):
-        std = DEFAULT_MAGNITUDE_STD if config.magnitude_std is None else config.magnitude_std
+        # The default of `augment.magnitude_std` for these operations is 0.5.
+        std = 0.5 if config.magnitude_std is None else config.magnitude_std
         strength = np.clip(strength + std * _normal(u1, u2), 0.0, 10.0)
         op = np.where(applied < RANDAUGMENT_PROB, op, NO_OP)
     elif config.randaugment_ops == "big_vision":

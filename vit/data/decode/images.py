@@ -233,8 +233,9 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
         for line in range(0, height, num_lines):
             stop = min(line + num_lines, height)
             strip = image.crop((left, top + line, left + width, top + stop))
-            converted = np.asarray(_converted(strip, mode, levels))
-            pixels[line:stop] = converted.reshape(-1, width, channels)
+            pixels[line:stop] = np.asarray(_converted(strip, mode, levels)).reshape(
+                -1, width, channels
+            )
     return pixels
 
 

@@ -72,17 +72,12 @@ def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
     if 0 in header.mcu_size or not data.endswith(EOI):
         return None
 
-    mcus_per_line = math.ceil(header.width / mcu_width)
-    interval = header.restart_interval
     bottom = min(top + height + MARGIN, header.height)
+    interval = header.restart_interval
     if interval == 0:
-        num_lines = math.ceil(bottom / mcu_height)
-        if num_lines * mcu_height >= header.height:
-            return None
-        smaller = _head(data, header, header.width, bottom)
-        smaller += memoryview(data)[header.scan_offset :]
-        return Cut(smaller, 0, top=0, width=header.width, height=bottom, has_rest=True)
+        return _cut_height(data, header, bottom)
 
+    mcus_per_line = math.ceil(header.width / mcu_width)
     if mcus_per_line % interval and interval % mcus_per_line:
         return None
 
@@ -108,18 +103,57 @@ def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
     if cut_width * cut_height > MAX_SHARE * header.width * header.height:
         return None
 
-    # Copy the segments of these tiles, each with the marker that follows. The segments of one row
-    # of tiles are contiguous.
+    return _copy_tiles(
+        data,
+        header,
+        grid=(num_rows, num_columns),
+        tile_size=(tile_width, tile_height),
+        rows=slice(first_row, stop_row),
+        columns=slice(first_column, stop_column),
+        cut_size=(cut_width, cut_height),
+    )
+
+
+def _cut_height(data: bytes, header: JpegHeader, bottom: int) -> Cut | None:
+    """Keep only the lines above `bottom`, or return None if no line of MCUs would be dropped."""
+    _, mcu_height = header.mcu_size
+    if math.ceil(bottom / mcu_height) * mcu_height >= header.height:
+        return None
+    smaller = _head(data, header, header.width, bottom)
+    smaller += memoryview(data)[header.scan_offset :]
+    return Cut(smaller, 0, top=0, width=header.width, height=bottom, has_rest=True)
+
+
+def _copy_tiles(
+    data: bytes,
+    header: JpegHeader,
+    grid: tuple[int, int],
+    tile_size: tuple[int, int],
+    rows: slice,
+    columns: slice,
+    cut_size: tuple[int, int],
+) -> Cut | None:
+    """Copy the segments of some tiles, and renumber their restart markers.
+
+    Returns None if the markers contradict the header.
+
+    Args:
+        grid: The number of rows and of columns of tiles in the image.
+        tile_size: The (width, height) of a tile in pixels.
+        rows, columns: The tiles to copy.
+        cut_size: The (width, height) of these tiles together in pixels.
+    """
     markers = _restart_markers(data, header.scan_offset)
-    if len(markers) != num_columns * num_rows - 1:
+    if len(markers) != math.prod(grid) - 1:
         return None
 
+    # A segment includes the marker that follows. The segments of one row of tiles are contiguous.
     bounds = np.concatenate(([header.scan_offset], markers + 2, [len(data)]))
-    starts = bounds[:-1].reshape(num_rows, num_columns)[first_row:stop_row, first_column]
-    stops = bounds[1:].reshape(num_rows, num_columns)[first_row:stop_row, first_column:stop_column]
-    head = _head(data, header, cut_width, cut_height)
-    rows = zip(starts.tolist(), stops[:, -1].tolist(), strict=True)
-    smaller = bytearray().join([head, *(data[start:stop] for start, stop in rows)])
+    starts = bounds[:-1].reshape(grid)[rows, columns.start]
+    stops = bounds[1:].reshape(grid)[rows, columns]
+    head = _head(data, header, *cut_size)
+    segments = zip(starts.tolist(), stops[:, -1].tolist(), strict=True)
+    smaller = bytearray().join([head, *(data[start:stop] for start, stop in segments)])
 
     shifts = len(head) + np.cumsum(stops[:, -1] - starts) - stops[:, -1]
     numbers = (stops + shifts[:, None] - 1).ravel()  # the offset of each marker's number
@@ -127,10 +161,10 @@ def cut_window(data: bytes, header: JpegHeader, window: Window) -> Cut | None:
     smaller[-2:] = EOI
     return Cut(
         smaller,
-        first_column * tile_width,
-        top=first_row * tile_height,
-        width=cut_width,
-        height=cut_height,
+        columns.start * tile_size[0],
+        top=rows.start * tile_size[1],
+        width=cut_size[0],
+        height=cut_size[1],
         has_rest=False,
     )
 
@@ -151,5 +185,5 @@ def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
     numbers = codes[at + 1] ^ 0xD0
     is_restart = numbers < 8
     at = at[is_restart]
-    in_turn = bytes(range(8)) * (len(at) // 8 + 1)
+    in_turn = bytes(range(8)) * (len(at) // 8 + 1)  # 0 to 7, again and again
     return at + scan_offset if in_turn.startswith(numbers[is_restart].tobytes()) else at[:0]

@@ -18,6 +18,9 @@ marker and arithmetic conditioning."""
 SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
 """The markers of other segments with a length: tables, start of scan, number of lines, restart
 interval, APPn, comment."""
+SOF0, SOS, DRI, APP1 = 0xC0, 0xDA, 0xDD, 0xE1
+"""The markers that `read_header` uses: the first of FRAMES, the start of a scan, the restart
+interval, and EXIF."""
 LONE = frozenset((0x01, *range(0xD0, 0xD8)))
 """The markers that are not followed by a length: TEM and the restart markers."""
 
@@ -78,9 +81,7 @@ def read_header(data: bytes) -> JpegHeader:
         raise ValueError("no JPEG")
 
     frame = None
-    orientation = 1
-    restart_interval = 0
-    frame_offset = 0
+    orientation, restart_interval, frame_offset = 1, 0, 0  # if their segments are missing
     position = 2
     try:
         while True:
@@ -108,19 +109,14 @@ def read_header(data: bytes) -> JpegHeader:
                     raise ValueError(
                         f"damaged JPEG headers: found a second frame at byte {position}"
                     )
-                frame = struct.unpack_from(">BHHB", data, position + 4)
-                if length != 8 + 3 * frame[3] or 0 in frame:
-                    raise ValueError(
-                        "damaged JPEG headers: a frame of {2} x {1} pixels, {3} components, {0}"
-                        " bits".format(*frame)
-                    )
-                process = marker - 0xC0
+                frame = _read_frame(data, position, length)
+                process = marker - SOF0
                 frame_offset = position
-            elif marker == 0xDA:
+            elif marker == SOS:
                 break
-            elif marker == 0xDD:
+            elif marker == DRI:
                 restart_interval = data[position + 4] << 8 | data[position + 5]
-            elif marker == 0xE1 and orientation == 1:
+            elif marker == APP1 and orientation == 1:
                 orientation = _exif_orientation(data[position + 4 : end])
 
             position = end
@@ -133,6 +129,7 @@ def read_header(data: bytes) -> JpegHeader:
         raise ValueError(f"truncated JPEG headers, after {len(data)} bytes")
 
     precision, height, width, num_components = frame
+    # Each component takes 3 bytes, of which the second contains both sampling factors.
     sampling = tuple(
         (both >> 4, both & 15)
         for both in data[frame_offset + 11 : frame_offset + 10 + 3 * num_components : 3]
@@ -150,6 +147,20 @@ def read_header(data: bytes) -> JpegHeader:
         sampling=sampling,
         is_one_scan=data[position + 4 : position + 5] == bytes((num_components,)),
     )
+
+
+def _read_frame(data: bytes, position: int, length: int) -> tuple[int, int, int, int]:
+    """Return the precision, height, width and number of components of the frame at `position`.
+
+    length: the length of its segment in bytes.
+    """
+    precision, height, width, num_components = struct.unpack_from(">BHHB", data, position + 4)
+    if length != 8 + 3 * num_components or 0 in (precision, height, width, num_components):
+        raise ValueError(
+            f"damaged JPEG headers: a frame of {width} x {height} pixels, {num_components}"
+            f" components, {precision} bits"
+        )
+    return precision, height, width, num_components
 
 
 def _exif_orientation(segment: bytes) -> int:

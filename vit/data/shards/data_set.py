@@ -265,12 +265,12 @@ def _open_index(
     if isinstance(found.folder, Path):
         return _local_index(found.folder, split, found.described, sizes, layout)
 
-    name = f"{split}.index.npy"
     if found.home is not None:
-        path = found.home / name
+        path = found.home / f"{split}.index.npy"
         return _remote_index(found.folder, path, str(path), found.described, sizes)
     path = storage.fetch_index(found.folder, split)
-    return _remote_index(found.folder, path, f"{found.folder}/{name}", found.described, sizes)
+    place = f"{found.folder}/{split}.index.npy"
+    return _remote_index(found.folder, path, place, found.described, sizes)
 
 
 def _local_index(

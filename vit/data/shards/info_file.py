@@ -257,14 +257,13 @@ class SplitInfo(NamedTuple):
 def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
     """Return the description of a split of the data set at `root`. Raises ShardError."""
     if split not in info["splits"]:
-        names = ", ".join(info["splits"])
         hint = did_you_mean(split, info["splits"])
         if split == "val" and not hint:
             hint = (
                 ": write one with a larger --val-fraction, or use a part of the training images:"
                 " data.val_split='train[90%:]' data.train_split='train[:90%]'"
             )
-        raise ShardError(f"{root}: has no split {split!r}, only {names}{hint}")
+        raise ShardError(f"{root}: has no split {split!r}, only {', '.join(info['splits'])}{hint}")
 
     entry = info["splits"][split]
     place = f"{root}/_info.json, split {split!r}"
@@ -288,7 +287,7 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
         entry.get("shard_bytes") or unknown,
         entry.get("shard_sha256") or unknown,
     )
-    num_shards = {len(shards.filenames), len(shards.lengths), len(shards.sizes), len(shards.sha256)}
+    num_shards = {len(column) for column in shards}
     is_consistent = len(num_shards) == 1 and sum(shards.lengths) == entry["num_samples"]
     if not is_consistent or not shards.filenames:
         raise ShardError(

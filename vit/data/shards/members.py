@@ -64,8 +64,9 @@ class SampleLayout:
     @classmethod
     def recorded(cls, options: Mapping[str, Any], class_names: Sequence[str]) -> Self:
         """Return the layout with these `options()`. class_names: class names of the data set."""
-        keys = ("image", "label", "keys_with_dots")
-        values = {key: options[key] for key in keys if key in options}
+        values = {
+            key: options[key] for key in ("image", "label", "keys_with_dots") if key in options
+        }
         names = tuple(class_names) if "class_names_sha256" in options else ()
         return cls(**values, class_names=names)
 

@@ -85,8 +85,7 @@ class Readable(Protocol):
 
 def in_order(stream: Readable) -> Read:
     """Return a reader for a stream, which buffers only bytes after the last position."""
-    held = b""
-    start = 0
+    held, start = b"", 0  # the bytes that are buffered, and their position
 
     def read(size: int, position: int) -> bytes:
         nonlocal held, start

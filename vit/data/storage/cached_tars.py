@@ -156,8 +156,14 @@ class CachedTars:
         self._reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        index = unmapped(self.index)
-        arguments = (self.folder, self.filenames, self.versions, index, self.firsts, self.cache)
+        arguments = (
+            self.folder,
+            self.filenames,
+            self.versions,
+            unmapped(self.index),
+            self.firsts,
+            self.cache,
+        )
         return CachedTars, arguments, {"most_threads": self.most_threads}
 
     @property

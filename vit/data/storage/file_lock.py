@@ -21,8 +21,8 @@ from vit.system.host import process_state
 LOCK_WAIT_S = 120.0
 """The maximum time in seconds to wait for a lock whose file does not grow. A fetch has the same
 time limit."""
-WARN_AFTER_S = 10.0
-WARN_AGAIN_S = 60.0
+WARN_AFTER_S, WARN_AGAIN_S = 10.0, 60.0
+"""The time in seconds before the first warning about a locked file, and between warnings."""
 log = logging.getLogger(__name__)
 
 
@@ -100,8 +100,12 @@ def _wait_for_lock(fd: int, path: Path) -> None:
             raise TimeoutError(errno.ETIMEDOUT, f"{path.name} is locked by {_holder(fd)}")
         if now_s > warn_at_s:
             warn_at_s = now_s + WARN_AGAIN_S
-            left_s = grew_s + LOCK_WAIT_S - now_s
-            log.warning("%s: locked by %s; waiting for up to %.0f s", path, _holder(fd), left_s)
+            log.warning(
+                "%s: locked by %s; waiting for up to %.0f s",
+                path,
+                _holder(fd),
+                grew_s + LOCK_WAIT_S - now_s,
+            )
 
         stages.current.beat()
         time.sleep(pause_s)

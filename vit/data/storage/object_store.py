@@ -348,9 +348,7 @@ class ObjectStore:
         """Return the error to raise if the file is not in use. For a file in use, even this error
         may be temporary. Return None if `error` may be temporary for any file."""
         is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
-        if is_no_file or _is_replaced(error):
-            return error
-        return self._refusal(error, shown_name)
+        return error if is_no_file or _is_replaced(error) else self._refusal(error, shown_name)
 
     def _refusal(self, error: Exception, shown_name: str) -> Refused | None:
         """Return the error to raise if a retry would not help, or None if `error` may be
