@@ -159,6 +159,10 @@ class Share:
         Blocks start at multiples of `block` in the sequence of all passes. The short block fills
         the positions before the first start and after the last full block. If the short block is
         too small, a full block is split in two to fill the remaining positions.
+
+        An example is pass 1 of 7 samples in the blocks `a b c`, `d e f` and `g`. It consists of
+        elements 7 to 13 of the sequence of all passes, so blocks start at elements 9 and 12. The
+        order may be `g d | a b c | e f`.
         """
         num_full, short = divmod(self.num_samples, block)
         # A pass rarely starts at a block border of the draws, because passes follow each other

@@ -206,5 +206,11 @@ def create_augment(
 
     `compiled` has no effect on a CPU, because compilation does not help there.
     """
-    compiled = compiled and device.type == "cuda"
-    return Augment(config, num_classes, data.mean, data.std, device, compiled=compiled)
+    return Augment(
+        config,
+        num_classes,
+        data.mean,
+        data.std,
+        device,
+        compiled=compiled and device.type == "cuda",
+    )

@@ -7,6 +7,7 @@ Source: ITU-T T.81, annex B; Exif 2.32, section 4.6 for the orientation.
 """
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_PIXELS = 178_956_970
@@ -82,47 +83,24 @@ def read_header(data: bytes) -> JpegHeader:
 
     frame = None
     orientation, restart_interval, frame_offset = 1, 0, 0  # if their segments are missing
-    position = 2
     try:
-        while True:
-            if data[position] != 0xFF:
-                raise ValueError(f"damaged JPEG headers: found no marker at byte {position}")
-            marker = data[position + 1]
-            if marker not in SEGMENTS and marker not in FRAMES:
-                if marker != 0xFF and marker not in LONE:
-                    raise ValueError(
-                        f"damaged JPEG headers: unexpected marker 0x{marker:02x} at byte {position}"
-                    )
-                # A marker may be preceded by any number of fill bytes (0xFF).
-                position += 1 if marker == 0xFF else 2
-                continue
-
-            length = data[position + 2] << 8 | data[position + 3]
-            end = position + 2 + length
-            if length < 2:
-                raise ValueError(
-                    f"damaged JPEG headers: invalid segment length {length} at byte {position}"
-                )
-
+        for marker, position, end in _segments(data):
             if marker in FRAMES:
                 if frame is not None:
                     raise ValueError(
                         f"damaged JPEG headers: found a second frame at byte {position}"
                     )
-                frame = _read_frame(data, position, length)
+                frame = _read_frame(data, position, end)
                 process = marker - SOF0
                 frame_offset = position
-            elif marker == SOS:
-                break
             elif marker == DRI:
                 restart_interval = data[position + 4] << 8 | data[position + 5]
             elif marker == APP1 and orientation == 1:
                 orientation = _exif_orientation(data[position + 4 : end])
-
-            position = end
     except (IndexError, struct.error):
         raise ValueError(f"truncated JPEG headers, after {len(data)} bytes") from None
 
+    # The last segment, from `position` to `end`, is the start of the scan.
     if frame is None:
         raise ValueError("damaged JPEG headers: the image data has no frame header")
     if end > len(data):
@@ -149,18 +127,47 @@ def read_header(data: bytes) -> JpegHeader:
     )
 
 
-def _read_frame(data: bytes, position: int, length: int) -> tuple[int, int, int, int]:
-    """Return the precision, height, width and number of components of the frame at `position`.
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the marker, position and end of each segment, up to the start of the first scan.
 
-    length: the length of its segment in bytes.
+    Raises ValueError if a segment is damaged, and IndexError if `data` is truncated.
     """
-    precision, height, width, num_components = struct.unpack_from(">BHHB", data, position + 4)
-    if length != 8 + 3 * num_components or 0 in (precision, height, width, num_components):
+    marker = 0
+    position = 2
+    while marker != SOS:
+        if data[position] != 0xFF:
+            raise ValueError(f"damaged JPEG headers: found no marker at byte {position}")
+        marker = data[position + 1]
+        if marker not in SEGMENTS and marker not in FRAMES:
+            if marker != 0xFF and marker not in LONE:
+                raise ValueError(
+                    f"damaged JPEG headers: unexpected marker 0x{marker:02x} at byte {position}"
+                )
+            # A marker may be preceded by any number of fill bytes (0xFF).
+            position += 1 if marker == 0xFF else 2
+            continue
+
+        length = data[position + 2] << 8 | data[position + 3]
+        if length < 2:
+            raise ValueError(
+                f"damaged JPEG headers: invalid segment length {length} at byte {position}"
+            )
+
+        end = position + 2 + length
+        yield marker, position, end
+        position = end
+
+
+def _read_frame(data: bytes, position: int, end: int) -> tuple[int, int, int, int]:
+    """Return the precision, height, width and number of components of a frame segment."""
+    frame = struct.unpack_from(">BHHB", data, position + 4)
+    precision, height, width, num_components = frame
+    if end - position != 10 + 3 * num_components or 0 in frame:
         raise ValueError(
             f"damaged JPEG headers: a frame of {width} x {height} pixels, {num_components}"
             f" components, {precision} bits"
         )
-    return precision, height, width, num_components
+    return frame
 
 
 def _exif_orientation(segment: bytes) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.reader import TarReader, Version
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
-from vit.data.shards.tar_walk import TAR_BLOCK, TarDamaged, walk
+from vit.data.shards.tar_walk import TAR_BLOCK, TarDamaged, padded, walk
 from vit.system.files import ShardError
 
 FLIPPED = (
@@ -194,8 +193,7 @@ class Split:
         start = 0
         if i > self._firsts[shard]:
             before = self.index[i - 1]
-            end = int(before["offset"]) + int(before["size"])
-            start = math.ceil(end / TAR_BLOCK) * TAR_BLOCK
+            start = padded(int(before["offset"]) + int(before["size"]))
 
         reason = "no tar header"
         try:

@@ -150,7 +150,8 @@ def scan_sample(
     links = dict.fromkeys(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )
-    image = by_ext[layout.find([*(member.ext for member in members), *links])]
+    suffixes = [member.ext for member in members]
+    image = by_ext[layout.find([*suffixes, *links])]
 
     label = -1
     if layout.label != NO_LABEL:

@@ -170,7 +170,7 @@ def walk(
                 if not 0 <= own_size <= MAX_NAME_BYTES:
                     raise damaged(f"damaged: a header of {own_size} bytes")
                 name, size = _read_extension(member_type, read(own_size, offset), name, size)
-                position = offset + _padded(own_size)
+                position = offset + padded(own_size)
                 continue
         except TarDamaged:
             raise
@@ -190,7 +190,7 @@ def walk(
             raise damaged(f"truncated: too short for the member {name!r} of {size} bytes")
 
         yield TarMember(name, offset, size, KINDS.get(member_type, "a device or a pipe"))
-        position = offset + _padded(size)
+        position = offset + padded(size)
         name, size = "", -1
 
 
@@ -235,8 +235,8 @@ def _parse_header(block: bytes) -> tuple[bytes, str, int]:
     return header.type, header.name, 0 if header.type in WITHOUT_DATA else header.size
 
 
-def _padded(num_bytes: int) -> int:
-    """Return a size rounded up to whole blocks."""
+def padded(num_bytes: int) -> int:
+    """Return a size or position rounded up to whole blocks of `TAR_BLOCK` bytes."""
     return num_bytes + TAR_BLOCK - 1 & -TAR_BLOCK
 
 

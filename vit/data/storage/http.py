@@ -114,9 +114,8 @@ class WebFile(io.RawIOBase):
         self._waited_s = 0.0
         self._attempt_s = 0.0
         """The value of `_waited_s` when this attempt started."""
-        self._mark_s = 0.0
-        self._mark_at = start
-        """`_mark_s` and `_mark_at` are `_waited_s` and `at` when the speed was last checked."""
+        self._mark_s, self._mark_at = 0.0, start
+        """The values of `_waited_s` and `at` when the speed was last checked."""
 
     def readable(self) -> bool:
         return True
@@ -173,7 +172,7 @@ class WebFile(io.RawIOBase):
 
         if self._response is None:
             self._request()
-            if self._response is None:
+            if self._response is None:  # no bytes remain
                 return b""
         elif self._waited_s - self._attempt_s > ATTEMPT_S and not self._is_whole:
             self._end_answer()
