@@ -80,8 +80,7 @@ def recipe_lines(key: str) -> Sequence[str]:
     if not most_frequent:
         return ["    No recipe sets it."]
 
-    total = sum(len(names) for names in names_of.values())
-    lines = [f"    {total} of {len(recipes())} recipes set it:"]
+    lines = [f"    {sum(map(len, names_of.values()))} of {len(recipes())} recipes set it:"]
     for value, names in most_frequent:
         text = textwrap.shorten(", ".join(names), 70, placeholder=" ...")
         lines.append(f"      {value}  {text}")

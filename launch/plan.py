@@ -146,7 +146,6 @@ def as_json(forecast: Forecast, args: Namespace) -> dict[str, Any]:
         "end_to_end": forecast.end_to_end_h(args.cores, args.network_gbs),
     }
     gpu_hours = _scaled(hours, forecast.num_gpus)
-
     host = forecast.host_memory
 
     return {

@@ -84,8 +84,7 @@ def show(args: Namespace) -> World:
     print(draw_curves(config, f"Recipe {name}", out, *curves_of(config, args.images_per_epoch)))
 
     try:
-        sheet = out.with_stem(f"{out.stem}_augment")
-        print(make_contact_sheet(config, 6, 4, sheet, world.device))
+        print(make_contact_sheet(config, 6, 4, out.with_stem(f"{out.stem}_augment"), world.device))
     except (ValueError, OSError) as error:
         print(
             f"no contact sheet of the augmentation: {str(error).splitlines()[0]}", file=sys.stderr

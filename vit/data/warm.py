@@ -135,15 +135,14 @@ def _shards_of(text: str | None, num_shards: int) -> range:
     if text is None:
         return range(num_shards)
 
-    shards = range(0)
-    if match := re.fullmatch(r"(?P<first>\d+)(?:-(?P<last>\d+))?", text):
-        shards = range(int(match["first"]), int(match["last"] or match["first"]) + 1)
-    if not shards or shards.stop > num_shards:
+    match = re.fullmatch(r"(?P<first>\d+)(?:-(?P<last>\d+))?", text)
+    first, last = (int(match["first"]), int(match["last"] or match["first"])) if match else (0, -1)
+    if not first <= last < num_shards:
         raise ValueError(
             f"--shards {text}: expected a shard number or a range, such as 0-{num_shards - 1} for"
             f" all {num_shards} shards"
         )
-    return shards
+    return range(first, last + 1)
 
 
 def _options(arguments: Sequence[str] | None) -> Namespace:

@@ -172,9 +172,10 @@ class Augment:
         mixed = torch.empty_like(inputs)
         for start in range(0, len(inputs), block_rows):
             rows = slice(start, start + block_rows)
-            box = pixel_ops.in_box(inputs, table[rows, TOP : RIGHT + 1])
             share = torch.where(
-                is_cut[rows, None, None, None], box, partner_share[rows, :, None, None]
+                is_cut[rows, None, None, None],
+                pixel_ops.in_box(inputs, table[rows, TOP : RIGHT + 1]),
+                partner_share[rows, :, None, None],
             )
             torch.lerp(inputs[rows], inputs[partner[rows]], share, out=mixed[rows])
         return mixed, torch.lerp(targets, targets[partner], partner_share)

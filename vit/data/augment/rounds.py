@@ -79,8 +79,8 @@ def plan_rounds(
 
     by_table = kinds == Kind.TABLE
     num_tables = by_table.cumsum().reshape(kinds.shape) - by_table
-    block_moves = moves - block * block_rows
-    arrays: list[NDArray] = [block_moves, numbers[sources], tables[sources[by_table]]]
+    moves -= block * block_rows  # relative to the first row of the block
+    arrays: list[NDArray] = [moves, numbers[sources], tables[sources[by_table]]]
     return Rounds(kinds, num_tables, *to_device(arrays, device))
 
 

@@ -172,11 +172,10 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
         op, strength = row[op_column.column : op_column.column + 2]
         if op == NO_OP:
             continue
-        text = OP_NAMES[op_column.op_set][int(op)]
-        without_strength = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
-        if text not in without_strength:
-            text += f" {strength + 0.0:.2g}"  # adding 0.0 turns -0.0 into 0.0
-        operations.append(text)
+        name = OP_NAMES[op_column.op_set][int(op)]
+        no_strength = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
+        # Adding 0.0 turns -0.0 into 0.0.
+        operations.append(name if name in no_strength else f"{name} {strength + 0.0:.2g}")
 
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:
         operations.append("erase")

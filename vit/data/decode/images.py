@@ -121,13 +121,7 @@ def open_image(data: bytes) -> Image.Image:
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
     _check_size(tile_width, tile_height, is_jpeg=False)
 
-    is_planar = tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2 and "'raw'" in str(image.tile)
-    has_white_0 = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO
-    # For a plane, Pillow uses only the first letter of the pixel format, such as I of I;16.
-    is_misread = is_planar and (
-        has_white_0 or tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0] != 8
-    )
-    if is_misread:
+    if _is_misread(image):
         raise ValueError(
             "Pillow misreads uncompressed TIFFs with one plane per color, except in 8 bits:"
             " compress the image without loss (tiffcp -c lzw), or convert it to 8 bits"
@@ -138,6 +132,17 @@ def open_image(data: bytes) -> Image.Image:
             f"the range of pixels of mode {image.mode} is unknown: scale them to 8 bits first"
         )
     return image
+
+
+def _is_misread(image: Image.Image) -> bool:
+    """Return whether an image is an uncompressed TIFF with planes that Pillow misreads.
+
+    For a plane, Pillow uses only the first letter of the pixel format, such as I of I;16.
+    """
+    tags = getattr(image, "tag_v2", {})
+    is_planar = tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2 and "'raw'" in str(image.tile)
+    has_white_0 = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO
+    return is_planar and (has_white_0 or tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0] != 8)
 
 
 @cache

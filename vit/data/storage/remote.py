@@ -74,24 +74,7 @@ class RemoteFolder:
 
         path = cache.folder / self.digest / f"{split}.index.{version.digest()}.npy"
         try:
-            with ExitStack() as stack:
-                try:
-                    part = stack.enter_context(locked_part(path, ends_with_checksum))
-                except TimeoutError as error:
-                    log.warning(
-                        "%s: %s, and does not grow; this process fetches the index itself",
-                        path.parent,
-                        error.strerror,
-                    )
-                    # Either process may finish first, because both write the same bytes.
-                    temporary = stack.enter_context(temporary_file(path)).name
-                    part = stack.enter_context(FileIO(temporary, "r+"))
-
-                if part is not None:
-                    if path.exists():
-                        log.warning("%s is damaged and is fetched again", path)
-                    write_all(part, with_checksum(self._pieces(name, version)))
-                    os.replace(part.name, path)
+            self._write_with_checksum(path, name, version)
         except OSError as error:
             raise ShardError(
                 f"{path}: cannot be written ({error.strerror}); free some space, or choose another"
@@ -99,6 +82,27 @@ class RemoteFolder:
             ) from error
 
         return path
+
+    def _write_with_checksum(self, path: Path, name: str, version: Version) -> None:
+        """Fetch a file to `path`, unless another process does so first. Raises OSError."""
+        with ExitStack() as stack:
+            try:
+                part = stack.enter_context(locked_part(path, ends_with_checksum))
+            except TimeoutError as error:
+                log.warning(
+                    "%s: %s, and does not grow; this process fetches the index itself",
+                    path.parent,
+                    error.strerror,
+                )
+                # Either process may finish first, because both write the same bytes.
+                temporary = stack.enter_context(temporary_file(path)).name
+                part = stack.enter_context(FileIO(temporary, "r+"))
+
+            if part is not None:
+                if path.exists():
+                    log.warning("%s is damaged and is fetched again", path)
+                write_all(part, with_checksum(self._pieces(name, version)))
+                os.replace(part.name, path)
 
     def stats(self, names: list[str]) -> list[Version | str]:
         """Return the version of each file, or the reason why the version is unknown."""
