@@ -31,7 +31,7 @@ from functools import cache
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image, TiffImagePlugin, _imaging
+from PIL import Image, ImageFile, TiffImagePlugin, _imaging
 
 import vit.data.decode.native as native
 from vit.data.decode.content import HEAD_BYTES, describe_content
@@ -134,7 +134,7 @@ def open_image(data: bytes) -> Image.Image:
     return image
 
 
-def _is_misread(image: Image.Image) -> bool:
+def _is_misread(image: ImageFile.ImageFile) -> bool:
     """Return whether an image is an uncompressed TIFF with planes that Pillow misreads.
 
     For a plane, Pillow uses only the first letter of the pixel format, such as I of I;16.

@@ -161,7 +161,7 @@ def _find_shards(root: Path | str, split: str, storage: Storage) -> _Found:
 
     # A folder may contain only `_info.json` and the index of shards at a URL.
     has_shards = not shards_at or any((home / name).exists() for name in described.filenames)
-    folder = home if has_shards else storage.open_store(shards_at)
+    folder = home if has_shards else storage.open_store(info["shards_at"])
     return _Found(home, shown, info, described, folder)
 
 
