@@ -112,17 +112,19 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         summary += f"; {len(relabeled):,} relabeled by {name}relabel{note}"
     changes = Changes.of(new_labels)
     if len(used) < total:
-        summary += _describe_lost_classes(split, used)
+        summary += _describe_lost_classes(labels, used, split.num_classes)
     identity = _identity(numbers, total, changes)
     chosen_numbers = None if len(numbers) == total else numbers
     return Chosen(len(numbers), chosen_numbers, summary, identity, changes)
 
 
-def _describe_lost_classes(split: Split, used: NDArray[np.integer]) -> str:
+def _describe_lost_classes(
+    labels: NDArray[np.integer], used: NDArray[np.integer], max_classes: int
+) -> str:
     """Return a note about the classes without any sample in `used`, or "" if there are none."""
     num_classes, num_left = (
-        np.count_nonzero(count_labels(split.index["label"], samples, split.num_classes))
-        for samples in (range(split.num_samples), used)
+        np.count_nonzero(count_labels(labels, samples, max_classes))
+        for samples in (range(len(labels)), used)
     )
     num_lost = num_classes - num_left
     return f"; no image is left in {num_lost:,} of {num_classes:,} classes" if num_lost else ""
