@@ -64,6 +64,9 @@ ENDED = "ended"
 """The key in the store under which a rank announces why it exits, and, with the number of a rank,
 under which this rank does so."""
 
+BY_MAIN = "reported by rank 0"
+"""The message for a problem of rank 0 whose text did not reach this rank."""
+
 POLL_S = 0.25
 """The longest interval at which a waiting rank polls the store, with up to 1,024 ranks."""
 LOOKS_PER_S = 4096
@@ -260,30 +263,37 @@ class World:
             self.announce_end(_message(error))
             raise
 
-        has_failed = problem is not None
-        main_message = "reported by rank 0" if has_failed and self.is_main else ""
-        # If torchrun has exited, the ranks must still save the last step. Only the collective below
-        # then synchronizes them.
-        with suppress(StoreLost):
-            has_failed, main_message = self._exchange(key, problem)
-
-        if dist.is_initialized():
-            # The store may shut down after answering only some ranks. These ranks would then call a
-            # different collective than the other ranks, so all ranks agree in this collective,
-            # which waits for the device.
-            flags = torch.tensor(
-                [has_failed, bool(main_message)], device=self.device, dtype=torch.int32
-            )
-            has_failed, by_main = (count > 0 for count in self.sum_(flags).tolist())
-            if by_main and not main_message:
-                main_message = "reported by rank 0"
-
-        if not has_failed:
+        any_failed, main_message = self._agree_on_failure(key, problem)
+        if not any_failed:
             return
         is_reporter = self.is_main or not main_message
         if problem is not None and is_reporter:
             raise problem
         raise AlreadyReported(main_message or "reported by another rank")
+
+    def _agree_on_failure(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
+        """Return whether any rank has a problem, and the message of rank 0 if it has one, else "".
+
+        The ranks agree even if the store stops answering. `BY_MAIN` then replaces the message.
+        """
+        try:
+            any_failed, main_message = self._exchange(key, problem)
+        except StoreLost:
+            # torchrun has exited, but the ranks must still save the last step. Only the collective
+            # below synchronizes them.
+            any_failed = problem is not None
+            main_message = BY_MAIN if any_failed and self.is_main else ""
+        if not dist.is_initialized():
+            return any_failed, main_message
+
+        # The store may shut down after answering only some ranks. These ranks would then call a
+        # different collective than the other ranks, so all ranks agree in this collective, which
+        # waits for the device.
+        flags = torch.tensor(
+            [any_failed, bool(main_message)], device=self.device, dtype=torch.int32
+        )
+        num_failed, num_main_failed = self.sum_(flags).tolist()
+        return num_failed > 0, main_message or (BY_MAIN if num_main_failed > 0 else "")
 
     def _exchange(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
         """Return whether any rank has a problem, and the message of rank 0 if it has one.
@@ -300,8 +310,8 @@ class World:
             if not self._wait_until(lambda store: store.add(key, 0) >= self.size, LONGEST_WAIT):
                 self._report_missing(key, LONGEST_WAIT)
 
-            has_failed = store.add(f"{key} problems", 0) > 0
-            return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
+            any_failed = store.add(f"{key} problems", 0) > 0
+            return any_failed, store.get(f"{key} 0").decode() if any_failed else ""
 
     def announce_end(self, message: str) -> None:
         """Announce to all ranks that use the store that this rank is exiting."""

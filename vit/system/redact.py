@@ -21,14 +21,20 @@ _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
 _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """Matches one word of a shell command, possibly inside JSON text."""
-USERINFO = re.compile(r"(?<=:/)(/?)((?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)")
+USERINFO = re.compile(
+    r"(?<=:/)(?P<slash>/?)"
+    r"(?P<login>(?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)"
+)
 """Matches a login in a URL. A single slash before the login matches, because `Path` removes the
 second slash."""
-_END = r"(?=[).,;:|]*(?:[\s#\"'<>\\]|::|$))"
-QUERY = re.compile(r"(:/[^\s?#\"'<>\\]*)\?(?![).,;:|])([^\s#\"'<>\\]+?)" + _END)
+_END = r"[).,;:|]*(?:[\s#\"'<>\\]|::|$)"
+"""Matches the end of a URL in a sentence, with the punctuation that follows the URL."""
+QUERY = re.compile(
+    rf"(?P<address>:/[^\s?#\"'<>\\]*)\?(?![).,;:|])(?P<query>[^\s#\"'<>\\]+?)(?={_END})"
+)
 _PARAMETER = re.compile(
-    r"([?&](?:X-Amz-|X-Goog-|AWSAccessKeyId|GoogleAccessId|Signature|sig|(?:\w+[_-])?token|(?:\w+[_-])?key|auth|password)[\w-]*=)"
-    r"([^&\s#\"'<>\\]+?)(?=&|" + _END[3:],
+    r"(?P<before>[?&](?:X-Amz-|X-Goog-|AWSAccessKeyId|GoogleAccessId|Signature|sig|(?:\w+[_-])?token|(?:\w+[_-])?key|auth|password)[\w-]*=)"
+    rf"(?P<secret>[^&\s#\"'<>\\]+?)(?=&|{_END})",
     re.IGNORECASE,
 )
 _HEADER_NAME = (
@@ -76,21 +82,16 @@ def shown(text: str) -> str:
     secrets that this process has used or has in its environment. `${NAME}` is kept. Applying the
     function twice has no further effect.
     """
-    for secret, instead in sorted(
-        (_of_environment() | _known).items(), key=lambda item: -len(item[0])
-    ):
-        text = text.replace(secret, instead)
+    secrets = _of_environment() | _known
+    # A secret may be part of a longer one, so replace the longest first.
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, secrets[secret])
 
     if ":/" in text:
         text = USERINFO.sub(_without_userinfo, text)
-        text = QUERY.sub(
-            lambda match: f"{match[1]}?{match[2] if _is_shown_query(match[2]) else MASK}", text
-        )
+        text = QUERY.sub(_without_query, text)
 
-    text = _PARAMETER.sub(
-        lambda match: match[0] if _NO_SECRET.fullmatch(match[2]) else f"{match[1]}{MASK}", text
-    )
-    for pattern in (_QUOTED_HEADER, _HEADER, _OPTION, _ASSIGNMENT):
+    for pattern in (_PARAMETER, _QUOTED_HEADER, _HEADER, _OPTION, _ASSIGNMENT):
         text = pattern.sub(_masked, text)
     return text
 
@@ -105,18 +106,22 @@ def shown_values(value: object) -> Any:
 
 
 def _without_userinfo(match: re.Match[str]) -> str:
-    user, has_password, password = match[2][:-1].partition(":")
-    is_harmless = MASK not in match[2] and _NO_SECRET.fullmatch(password if has_password else user)
-    return match[0] if is_harmless else f"{match[1]}{MASK}@"
+    """Return a match of USERINFO with the login masked, unless it is only a variable."""
+    login = match["login"]
+    user, has_password, password = login.removesuffix("@").partition(":")
+    is_harmless = MASK not in login and _NO_SECRET.fullmatch(password if has_password else user)
+    return match[0] if is_harmless else f"{match['slash']}{MASK}@"
 
 
-def _is_shown_query(query: str) -> bool:
-    return MASK not in query and all(
-        _NO_SECRET.fullmatch(part.partition("=")[2] or part) for part in query.split("&")
-    )
+def _without_query(match: re.Match[str]) -> str:
+    """Return a match of QUERY with the query masked, unless all its values are only variables."""
+    values = [part.partition("=")[2] or part for part in match["query"].split("&")]
+    is_harmless = MASK not in match["query"] and all(map(_NO_SECRET.fullmatch, values))
+    return match[0] if is_harmless else f"{match['address']}?{MASK}"
 
 
 def _masked(match: re.Match[str]) -> str:
+    """Return a match with the group `secret` masked, unless the secret is only a variable."""
     secret = re.sub(
         r"^(?:Basic|Bearer|Token|Digest|ApiKey)\s+",
         "",

@@ -131,7 +131,7 @@ def is_url(place: object) -> bool:
 
 def bare(text: str) -> str:
     """Return `text`, equal for all users, without the userinfo and query of its URLs."""
-    return QUERY.sub(lambda match: match[1], USERINFO.sub(r"\1", text))
+    return QUERY.sub(r"\g<address>", USERINFO.sub(r"\g<slash>", text))
 
 
 def address(url: str, name: str = "") -> str:

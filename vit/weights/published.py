@@ -81,15 +81,20 @@ def identify(
 
     overrides = {key: options[key] for key in TIMM_OPTIONS if key in options}
     model = _by_program(arch, options) or (_from_timm(arch, overrides) if overrides else None)
-    with suppress(ValueError):  # `arch` may be another program's name or a Python class.
-        model = model or _by_name(arch, or_defaults=True)
-        # The weights come from a different training run, so the published accuracy does not apply.
-        source = NO_NUMBER if model.top1 else model.source
-        return replace(model, top1=None, top5=None, source=source)
-    return _by_file_name(file)
+    if model is None:
+        with suppress(ValueError):  # `arch` may be another program's name or a Python class.
+            model = _by_name(arch, or_defaults=True)
+    if model is None:
+        return _by_file_name(file)
+
+    # The weights come from a different training run, so the published accuracy does not apply.
+    source = NO_NUMBER if model.top1 else model.source
+    return replace(model, top1=None, top5=None, source=source)
 
 
-_PROGRAM_NAMES = r"(mae_(pretrain_)?)?vit_(b|l|h)(_|ase|arge|uge)(_patch)?(?P<patch>\d+)?"
+_PROGRAM_NAMES = (
+    r"(mae_(pretrain_)?)?vit_(?P<letter>b|l|h)(?P<ending>_|ase|arge|uge)(_patch)?(?P<patch>\d+)?"
+)
 
 
 def _by_program(name: str, options: Mapping[str, Any]) -> KnownModel | None:
@@ -103,8 +108,8 @@ def _by_program(name: str, options: Mapping[str, Any]) -> KnownModel | None:
     if match is None:
         return None
 
-    size, patch = match[3], match["patch"] or {"h": "14"}.get(match[3], "16")
-    is_torchvision = match[4] == "_"
+    default_patch = "14" if match["letter"] == "h" else "16"
+    is_torchvision = match["ending"] == "_"  # vit_b_16, not vit_base_patch16
     side = options.get("val_crop_size" if is_torchvision else "input_size", 224)
     crop_pct = 224 / 256 if side <= 224 else 1.0
     if is_torchvision:
@@ -112,7 +117,7 @@ def _by_program(name: str, options: Mapping[str, Any]) -> KnownModel | None:
 
     return KnownModel(
         name,
-        {"name": f"vit_{size}{patch}"},
+        {"name": f"vit_{match['letter']}{match['patch'] or default_patch}"},
         (side, side),
         *IMAGENET,
         crop_pct=crop_pct,
@@ -203,29 +208,39 @@ def _by_file_name(file: Path) -> KnownModel:
             folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]
         ]
 
-    architectures = [row.name.partition(".")[0] for row in KNOWN]
     for text in texts:
-        full_name = _longest_prefix(text, [row.name for row in KNOWN])
-        if full_name:
-            return _by_name(full_name)
-
-        stem = re.sub(r"\.(safetensors|pth\.tar|pth|pt|bin)$", "", text)
-        model = _by_program(stem, {})
-        for name in (stem, stem.partition("-")[0]):
-            if model is None and name not in architectures:
-                model = _from_timm(name)
+        model = _named_by(text)
         if model is not None:
             return model
-
-        architecture = _longest_prefix(text, architectures)
-        if architecture:
-            return _by_name(architecture)
 
     # Similar names would not help, because such models seldom have the same shapes.
     raise ValueError(
         f"{file}: neither its name nor a config.json next to it identifies the model: pass its timm"
         " name with --model NAME"
     )
+
+
+def _named_by(text: str) -> KnownModel | None:
+    """Return the model named by a file or folder name; None if the name has another form.
+
+    A name that the table contains with its tag comes first, then the whole name, as other programs
+    or timm give it, and last a name of the table without a tag, which may be ambiguous.
+    """
+    full_name = _longest_prefix(text, [row.name for row in KNOWN])
+    if full_name:
+        return _by_name(full_name)
+
+    architectures = [row.name.partition(".")[0] for row in KNOWN]
+    stem = re.sub(r"\.(safetensors|pth\.tar|pth|pt|bin)$", "", text)
+    model = _by_program(stem, {})
+    for name in (stem, stem.partition("-")[0]):
+        if model is None and name not in architectures:
+            model = _from_timm(name)
+    if model is not None:
+        return model
+
+    architecture = _longest_prefix(text, architectures)
+    return _by_name(architecture) if architecture else None
 
 
 def _longest_prefix(text: str, names: Iterable[str]) -> str:
@@ -314,13 +329,24 @@ def _from_settings(
     made_with: Mapping[str, Any],
     origin: str,
 ) -> KnownModel:
-    """Return the model that timm's settings describe. origin: source of the settings, for
-    messages."""
+    """Return the model that timm's settings describe.
+
+    Args:
+        made_with: The arguments that override the defaults of `architecture`.
+        origin: The source of the settings, for messages.
+    """
     channels, height, width = settings.get("input_size") or (3, 224, 224)
     interpolation = settings.get("interpolation") or "bilinear"
     name = f"{architecture}.{tag}" if tag else architecture
-    model = own_model(architecture) or {"name": f"timm/{architecture}"}
-    made_with = in_our_terms(made_with) if own_model(architecture) else made_with
+    model = own_model(architecture)
+    # timm's settings may repeat the architecture's default pooling. Only timm's own models have
+    # other kinds of pooling, which they set themselves.
+    supported_pooling: tuple[str, ...] = ("token", "avg")
+    if model is None:
+        model = {"name": f"timm/{architecture}"}
+    else:
+        made_with = in_our_terms(made_with)
+        supported_pooling = ("avg", "norm_avg", "map")
 
     unknown = [key for key in made_with if key not in _MADE_WITH and not key.endswith("_rate")]
     problems = [f"its model was created with {', '.join(unknown)}"] if unknown else []
@@ -337,18 +363,17 @@ def _from_settings(
         if ours and made_with.get(key) is not None
     }
     size = fields.pop("image_size", (height, width))
-
-    # timm's settings may repeat the architecture's default pooling. Only timm's own models have
-    # other kinds of pooling, which they set themselves.
-    if fields.get("global_pool") not in (
-        ("avg", "norm_avg", "map") if own_model(architecture) else ("token", "avg")
-    ):
+    if fields.get("global_pool") not in supported_pooling:
         fields.pop("global_pool", None)
-    model |= fields | ({"in_chans": channels} if channels != 3 else {})
+    model |= fields
+    if channels != 3:
+        model["in_chans"] = channels
 
     mode = settings.get("crop_mode") or "center"
     classifier = settings.get("classifier") or "head"
-    border = f"; timm evaluates it with crop_mode={mode!r}, this project crops the center"
+    source = NO_NUMBER
+    if mode == "border":
+        source += "; timm evaluates it with crop_mode='border', this project crops the center"
     return KnownModel(
         name,
         model,
@@ -358,7 +383,7 @@ def _from_settings(
         crop_pct=settings.get("crop_pct") or 0.875,
         interpolation=interpolation,
         crop_mode=mode if mode == "squash" else "center",
-        source=NO_NUMBER + (border if mode == "border" else ""),
+        source=source,
         head=classifier if isinstance(classifier, str) else classifier[0],
     )
 
@@ -427,10 +452,11 @@ def with_published_config(
             " evaluate on with --data ROOT"
         )
 
-    if "fc_norm.weight" in loaded.weights and not model.model["name"].startswith("timm/"):
+    is_own = not model.model["name"].startswith("timm/")
+    if is_own and "fc_norm.weight" in loaded.weights:
         model = replace(model, model={"global_pool": "avg", **model.model})
     head = loaded.weights.get(f"{model.head}.weight")
-    is_unsupported = head is None and family and not model.model["name"].startswith("timm/")
+    is_unsupported = is_own and head is None and family
     if is_unsupported:
         raise ValueError(_unsupported_family(loaded.path, family))
 
@@ -442,11 +468,8 @@ def with_published_config(
             " (init.checkpoint, init.reset_head)"
         )
 
-    if name is None and loaded.grid_size is not None:
-        patch = loaded.weights["patch_embed.proj.weight"].shape[2:]
-        if loaded.grid_size != tuple(map(floordiv, model.image_size, patch)):
-            height, width = map(mul, loaded.grid_size, patch)
-            model = replace(model, image_size=(height, width), top1=None, source=NO_NUMBER)
+    if name is None:
+        model = _at_own_size(model, loaded)
     if loaded.source is not None and model.top1 is None:
         # The file is in a cache folder, so use the repository's name.
         model = replace(model, name=loaded.source["repository"])
@@ -463,6 +486,21 @@ def with_published_config(
         notes=(*loaded.notes, *model.notes),
     )
     return evaluated, model
+
+
+def _at_own_size(model: KnownModel, loaded: LoadedWeights) -> KnownModel:
+    """Return `model` with the image size of the positions in `loaded`, if a file states their grid.
+
+    The published accuracy does not apply to another size.
+    """
+    if loaded.grid_size is None:
+        return model
+
+    patch = loaded.weights["patch_embed.proj.weight"].shape[2:]
+    if loaded.grid_size == tuple(map(floordiv, model.image_size, patch)):
+        return model
+    height, width = map(mul, loaded.grid_size, patch)
+    return replace(model, image_size=(height, width), top1=None, source=NO_NUMBER)
 
 
 def normalization_notes(loaded: LoadedWeights, data: DataConfig, in_chans: int = 3) -> list[str]:

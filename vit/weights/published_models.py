@@ -62,20 +62,21 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     Returns None if this project has no such model. architecture: timm's name without a tag.
     """
     match = re.fullmatch(
-        r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch(\d+)_\d+(_miil)?",
+        r"(?P<family>vit|deit|deit3)_(?P<size>tiny|small|medium|base|large|huge)"
+        r"(?P<distilled>_distilled)?_patch(?P<patch>\d+)_\d+(?P<miil>_miil)?",
         architecture,
     )
     if match is None or architecture.startswith(("vit_medium", "deit_medium")):
         return None
 
-    fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[4]}"}
-    if match[3]:
+    fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match['size'], 's')}{match['patch']}"}
+    if match["distilled"]:
         fields["dist_token"] = True
-    if match[2] == "medium":
+    if match["size"] == "medium":
         fields |= {"embed_dim": 512, "num_heads": 8}
-    if match[1] == "deit3":
+    if match["family"] == "deit3":
         fields["init_values"] = 1e-6  # Any value works, because the weights overwrite it.
-    if match[5]:
+    if match["miil"]:
         fields["qkv_bias"] = False
     return fields
 
