@@ -19,6 +19,7 @@ In each beat, a rank sends one small message, then checks for a verdict and for 
 requests per second, and rank 0 reads 0.2 MB every 30 s (tests/scale measures both).
 """
 
+import itertools
 import json
 import os
 import threading
@@ -43,6 +44,8 @@ A rank that waits in an NCCL collective does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
 """The maximum time for the last message to the store."""
 NAMED = 4
+LAST_BEAT = -1
+"""The number of the beat that `Watch.close` sends."""
 VERDICT = "watch verdict"
 """The key in the store for the reason why the run ends, and the ranks that caused it."""
 
@@ -52,7 +55,7 @@ class _Seen:
     """The most recent beat that was read from a rank."""
 
     number: int = -1
-    """The number of the beat; -1 before the first beat and after `Watch.close`."""
+    """The number of the beat; -1 before the first beat, and `LAST_BEAT` after `Watch.close`."""
     count: int = -1
     step: int = 0
     doing: str = ""
@@ -161,23 +164,24 @@ class Watch:
     ) -> None:
         """Send beats and read those of other ranks until `close` or a verdict."""
         world = self._world
-        watched = range(world.size) if world.is_main else range(1)
-        seen = {rank: _Seen() for rank in watched if rank != world.rank}
+        # Rank 0 watches all other ranks, which watch only rank 0.
+        watched = range(1, world.size) if world.is_main else range(1)
+        seen = {rank: _Seen() for rank in watched}
         self._looked_at = time.monotonic()
 
-        for number in range(2**62):
-            is_last = closed.wait(beat_s if number else 0)
+        for number in itertools.count():
+            is_closed = closed.wait(beat_s if number else 0)  # the first beat is sent immediately
             try:
                 with world.asking_store():
-                    beat = self._beat(-1 if is_last else number)
+                    beat = self._beat(LAST_BEAT if is_closed else number)
                     store.set(f"beat {world.rank}", json.dumps(beat))
-                    if is_last:
+                    if is_closed:
                         return
                     verdict = self._verdict(store, seen, limit_s)
-                self._answered_at = time.monotonic()
             except StoreLost:
                 return  # torchrun or the first host has stopped, but the ranks may still save.
 
+            self._answered_at = time.monotonic()
             if verdict is not None:
                 self._end(verdict)
                 return

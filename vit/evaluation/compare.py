@@ -19,6 +19,7 @@ from vit.data.augment.apply import create_augment
 from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import open_split
+from vit.data.shards.split import Split
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import Evaluation, Evaluator
 from vit.layers.blocks import set_residual_dtype
@@ -64,24 +65,14 @@ def evaluate_weights(
     """
     config = choose_settings(config, world)
     split = open_split(config, config.data.val_split, world)
-
-    # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
-    # classes on which the weights were trained. `class_mismatch` below compares the names.
     with world.fail_together():
         if selected:
             loaded = select_classes(loaded, split.class_names)
-        assert loaded.num_classes is not None, "weights with a config have it"
-        if loaded.num_classes < split.num_classes:
-            raise ValueError(
-                f"{split.root}: has {split.num_classes} classes, but {loaded.path} has"
-                f" {loaded.num_classes}: use data with the same classes"
-            )
-        namings = namings_of(loaded, loaded.num_classes) if config.eval.sets else {}
-        classes = ModelClasses(loaded.num_classes, namings)
+        classes = _classes_of(loaded, split, config)
 
     groups = open_sets(config, split, classes, world)
     with world.fail_together():
-        model = create_model(config.model, num_classes=loaded.num_classes)
+        model = create_model(config.model, num_classes=classes.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
     # DDP is not needed: each rank evaluates its own images, and only the counts are summed.
     model.to(world.device)
@@ -89,7 +80,7 @@ def evaluate_weights(
     if world.is_main and slow:
         print(f"note: {slow}", file=sys.stderr)
 
-    by_set = _evaluate_all(model, groups, config, loaded.num_classes, world)
+    by_set = _evaluate_all(model, groups, config, classes.num_classes, world)
     with world.fail_together():
         _check_finite(by_set, loaded, config.train.precision)
 
@@ -105,17 +96,44 @@ def evaluate_weights(
         )
         print("\n  ".join([heading, *_report(loaded, notes, by_set)]), file=out)
 
-    accuracy = by_set[VAL][1].accuracy
-    as_json: dict[str, Any] = {"num_images": split.num_samples, **_as_json(accuracy)}
+    return Result(_summary(by_set, mismatch), by_set)
+
+
+def _classes_of(loaded: LoadedWeights, split: Split, config: Config) -> ModelClasses:
+    """Return the classes of the weights. Raises ValueError if the data have more classes.
+
+    A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
+    classes on which the weights were trained. `class_mismatch` compares the names.
+    """
+    assert loaded.num_classes is not None, "weights with a config have it"
+    if loaded.num_classes < split.num_classes:
+        raise ValueError(
+            f"{split.root}: has {split.num_classes} classes, but {loaded.path} has"
+            f" {loaded.num_classes}: use data with the same classes"
+        )
+    namings = namings_of(loaded, loaded.num_classes) if config.eval.sets else {}
+    return ModelClasses(loaded.num_classes, namings)
+
+
+def _summary(by_set: dict[str, tuple[EvalSet, Evaluation]], mismatch: str) -> dict[str, Any]:
+    """Return the object for `--json`: the result on `data.val_split`, and the sets in `sets`.
+
+    mismatch: the result of `class_mismatch`.
+    """
+    further_sets = dict(by_set)
+    scored, evaluation = further_sets.pop(VAL)
+    summary: dict[str, Any] = {
+        "num_images": scored.split.num_samples,
+        **_as_json(evaluation.accuracy),
+    }
     if mismatch:
-        as_json["note"] = mismatch
-    further_sets = {name: pair for name, pair in by_set.items() if name != VAL}
+        summary["note"] = mismatch
     if further_sets:
-        as_json["sets"] = {
+        summary["sets"] = {
             name: {**_as_json(evaluation.accuracy), "num_skipped": scored.num_skipped}
             for name, (scored, evaluation) in further_sets.items()
         }
-    return Result(as_json, by_set)
+    return summary
 
 
 def _report(
@@ -226,12 +244,12 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
     for name in results[0].sets:
         if not all(name in result.sets for result in results):
             continue
-        for number, (path, result) in enumerate(zip(names, results, strict=True)):
+        for number, (weights_name, result) in enumerate(zip(names, results, strict=True)):
             values = result.sets[name][1].accuracy.to_dict()
             rows.append(
                 (
                     name if number == 0 else "",
-                    path,
+                    weights_name,
                     f"{values['num_images']}",
                     f"{values['top1']:.2f}",
                     f"{values['top5']:.2f}" if has_top5 else "-",
@@ -241,12 +259,7 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
                 )
             )
 
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{row[0]:<{widths[0]}}", f"{row[1]:<{widths[1]}}"]
-        cells += [f"{text:>{width}}" for text, width in zip(row[2:7], widths[2:7], strict=True)]
-        print("  ".join([*cells, row[7]]).rstrip(), file=out)
-
+    _print_table(rows, out)
     return {
         "checkpoints": [
             {"checkpoint": name, **result.as_json}
@@ -256,6 +269,15 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
             {name: asdict(value) for name, value in each.items()} for each in differences
         ],
     }
+
+
+def _print_table(rows: Sequence[tuple[str, ...]], out: TextIO) -> None:
+    """Print aligned rows: the set and the weights, numbers on the right, and a difference."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for set_name, weights_name, *numbers, difference in rows:
+        cells = [f"{set_name:<{widths[0]}}", f"{weights_name:<{widths[1]}}"]
+        cells += [f"{text:>{width}}" for text, width in zip(numbers, widths[2:-1], strict=True)]
+        print("  ".join([*cells, difference]).rstrip(), file=out)
 
 
 def _short(difference: PairedDifference) -> str:

@@ -33,7 +33,7 @@ from vit.run_folder.paths import METRICS_FILE, complete_checkpoints, weights_fil
 from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.fields import PROGRAM_OPTIONS, TIMM_OPTIONS
-from vit.weights.formats import PARTS_FILES, read_content, readable
+from vit.weights.formats import PARTS_FILES, Content, read_content, readable
 from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours, without_prefix
 from vit.weights.patches import fit_patches
@@ -149,7 +149,7 @@ def _differences(
     if any(name.startswith(head) for name in (*missing, *unexpected, *shapes)):
         reason = "the head is different"
         for name, (shape, target_shape) in shapes.items():
-            if name.startswith(head) and shape[1:] == target_shape[1:]:
+            if name.startswith(head) and shape[1:] == target_shape[1:]:  # only the classes differ
                 reason = f"the source has {shape[0]} classes, but the model has {target_shape[0]}"
         problems.append(f"{reason}: for a new head set init.reset_head=true")
 
@@ -265,23 +265,29 @@ def _find(path: Path) -> Path:
     if not path.is_dir() or (path / INFO_FILE).is_file():
         return path
 
-    candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
-    candidates = [candidate for candidate in candidates if candidate.exists()]
+    last_weights = (weights_file(path, "last", averaged) for averaged in (True, False))
+    candidates = [file for file in last_weights if file.exists()]
     for folder in complete_checkpoints(path)[:1]:
         # A killed run may have saved newer checkpoints after it last wrote this file.
-        is_newer = not candidates or _step_of(folder) > _step_of(candidates[0])
-        candidates.insert(0 if is_newer else len(candidates), folder)
+        if not candidates or _step_of(folder) > _step_of(candidates[0]):
+            candidates.insert(0, folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
 
     if candidates:
         return candidates[0]
-
     if (path / METRICS_FILE).exists():
         raise WeightsError(
             f"{path} has no weights: the run has not saved any yet, or weights/ and checkpoints/"
             " have been removed"
         )
-    # `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
+    return _only_file_in(path)
+
+
+def _only_file_in(path: Path) -> Path:
+    """Return the only weights file in a folder of another program. Raises WeightsError.
+
+    `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
+    """
     files = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
     if len(files) > 1:
         raise WeightsError(
@@ -329,6 +335,7 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
 
 
 def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
+    """Read the weights of a local path or a run's URL, even while a job is saving new ones."""
     while True:
         weights_path = find_weights(path)
         try:
@@ -364,23 +371,7 @@ def _read(path: Path) -> LoadedWeights:
     content = read_content(path)
     metadata = content.metadata
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
-        tensors, notes = without_prefix(content.tensors, path)
-        layout = layout_of(tensors)
-        weights, dropped = to_ours(layout, tensors) if layout else (tensors, [])
-        settings = path.with_name("config.json")
-        return LoadedWeights(
-            path,
-            weights,
-            grid_size=_stated_grid(settings, content.options, weights),
-            layout=layout.name if layout else "",
-            arch=content.arch,
-            options={
-                name: content.options[name]
-                for name in (*TIMM_OPTIONS, *PROGRAM_OPTIONS)
-                if content.options.get(name)
-            },
-            notes=(*content.notes, *notes, *dropped, *network_notes(settings)),
-        )
+        return _from_other_program(path, content)
 
     try:
         return _with_facts(
@@ -395,6 +386,28 @@ def _read(path: Path) -> LoadedWeights:
         raise WeightsError(
             f"{path}: the metadata of its model are damaged: copy it again"
         ) from None
+
+
+def _from_other_program(path: Path, content: Content) -> LoadedWeights:
+    """Return the weights of a file that lacks this project's metadata, under this project's
+    names."""
+    tensors, notes = without_prefix(content.tensors, path)
+    layout = layout_of(tensors)
+    weights, dropped = to_ours(layout, tensors) if layout else (tensors, [])
+    settings = path.with_name("config.json")
+    return LoadedWeights(
+        path,
+        weights,
+        grid_size=_stated_grid(settings, content.options, weights),
+        layout=layout.name if layout else "",
+        arch=content.arch,
+        options={
+            name: content.options[name]
+            for name in (*TIMM_OPTIONS, *PROGRAM_OPTIONS)
+            if content.options.get(name)
+        },
+        notes=(*content.notes, *notes, *dropped, *network_notes(settings)),
+    )
 
 
 def _stated_grid(

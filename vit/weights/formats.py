@@ -5,7 +5,7 @@ The content, not the file name, determines the format. Code in a file is never e
     one file        safetensors, torch's zip or older pickle, numpy's .npz           `_open`
     several files   the parts that Hugging Face's `*.index.json` lists               `_open_parts`
         -> take the weights, averaged if possible, out of their container            `_unpack`
-        -> remove the prefixes of wrappers (`module.`, `_orig_mod.`)                 `_bare_names`
+        -> remove the prefixes of wrappers (`module.`, `_orig_mod.`)                 `renamed`
         -> `Content`, whose names vit/weights/layouts.py converts to this project's
 """
 
@@ -50,6 +50,10 @@ PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """The name parts that DDP, torch.compile, FSDP1 and activation checkpointing insert into parameter
 names."""
+HEAD_BYTES = 64
+"""The number of bytes at the start of a file that determine its format."""
+NUMBER_KINDS = "fiub"
+"""numpy's codes for floats, integers, unsigned integers and booleans."""
 KINDS = "safetensors, a file of torch.save (.pth, .pt, .bin), .npz, or an .index.json of parts"
 OTHER_KINDS = {
     b"<": "a web page (HTML), perhaps the answer to a download that needs a login or a click:"
@@ -107,13 +111,13 @@ def read_content(path: str | os.PathLike[str]) -> Content:
                 f"{path} {_instead_of_a_file(path)}: expected a weights file or a run folder"
             )
         with path.open("rb") as file:
-            head = file.read(64)
+            head = file.read(HEAD_BYTES)
 
     if path.name.endswith(".index.json"):
         return _open_parts(path)
     opened, metadata = _open(path, head)
-    notes: list[str] = []
-    tensors = renamed(_unpack(opened, path, notes), _without_wrappers, path)
+    unpacked, notes = _unpack(opened, path)
+    tensors = renamed(unpacked, _without_wrappers, path)
 
     # `n_averaged` is not a weight. A class around the average adds a prefix to this name as well.
     for name in [name for name in tensors if name.rpartition(".")[2] == "n_averaged"]:
@@ -123,8 +127,9 @@ def read_content(path: str | os.PathLike[str]) -> Content:
         )
 
     args = opened.get("args")
-    options = vars(args) if isinstance(args, argparse.Namespace) else args
-    options = options if isinstance(options, dict) else {}
+    if isinstance(args, argparse.Namespace):
+        args = vars(args)
+    options = args if isinstance(args, dict) else {}
     names = [name for name in (options.get("model"), opened.get("arch")) if isinstance(name, str)]
     return Content(tensors, metadata, notes, names[0] if names else "", options)
 
@@ -217,7 +222,8 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (ValueError, zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
-        if isinstance(error, ValueError) and "allow_pickle" in str(error):
+        has_objects = isinstance(error, ValueError) and "allow_pickle" in str(error)
+        if has_objects:
             raise WeightsError(
                 f"{path} is refused, because it contains pickled objects (numpy's object arrays),"
                 " which can run code: save only arrays of numbers"
@@ -226,9 +232,11 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
 
     tensors = {}
     for name, array in arrays.items():
-        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16 in files from JAX
+        # numpy has no bfloat16, so files from JAX store it as raw items of two bytes.
+        is_bfloat16 = array.dtype.kind == "V" and array.dtype.itemsize == 2
+        if is_bfloat16:
             tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        elif array.dtype.kind in "fiub":
+        elif array.dtype.kind in NUMBER_KINDS:
             tensors[name] = torch.from_numpy(array)
     return tensors
 
@@ -260,29 +268,33 @@ def _open_torch(path: Path, mapped: bool, protocol: int = 2) -> Any:
         LookupError,
         AttributeError,
     ) as error:  # Damaged files can raise any of these errors.
+        raise WeightsError(f"{path} is {_why_not_opened(error, protocol)}") from error
+
+
+def _why_not_opened(error: Exception, protocol: int) -> str:
+    """Complete the message "PATH is ..." for an error of torch.load: unsafe or damaged content.
+
+    protocol: the pickle protocol of the file.
+    """
+    if isinstance(error, pickle.UnpicklingError):
         refused_class = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if refused_class and isinstance(error, pickle.UnpicklingError):
-            raise WeightsError(
-                f"{path} is refused, because it contains pickled objects ({refused_class[1]}),"
-                " which can run code: if you trust it, open it with"
-                " torch.load(weights_only=False) and save only its state dict"
-            ) from error
-
-        if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
-            raise WeightsError(
-                f"{path} is refused, because it is a pickle of protocol {protocol}, which can run"
-                " code: if you trust it, open it with Python's pickle and save its tensors with"
-                " torch.save or as safetensors"
-            ) from error
-
+        if refused_class:
+            return (
+                f"refused, because it contains pickled objects ({refused_class[1]}), which can run"
+                " code: if you trust it, open it with torch.load(weights_only=False) and save only"
+                " its state dict"
+            )
+        if 2 < protocol <= pickle.HIGHEST_PROTOCOL:
+            return (
+                f"refused, because it is a pickle of protocol {protocol}, which can run code: if"
+                " you trust it, open it with Python's pickle and save its tensors with torch.save"
+                " or as safetensors"
+            )
+        reason = "not a pickle"  # torch's message recommends an unsafe option
+    else:
         # Keep only the first sentence of torch's message, because the others are for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "not a pickle"  # torch's message recommends an unsafe option.
-        raise WeightsError(
-            f"{path} is truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it"
-            " again"
-        ) from error
+    return f"truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it again"
 
 
 def _open_parts(index: Path) -> Content:
@@ -299,16 +311,18 @@ def _open_parts(index: Path) -> Content:
         raise WeightsError(
             f"{index} is refused, because it lists files outside its folder ({few(outside)})"
         )
-    if missing := [file for file in files if not (index.parent / file).is_file()]:
+    missing = [file for file in files if not (index.parent / file).is_file()]
+    if missing:
         raise WeightsError(
             f"{index} lists {len(files)} parts, but {few(missing)} are missing: copy them"
         )
 
     parts = [read_content(index.parent / file) for file in files]
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    if missing := [name for name in file_of if name not in tensors]:
+    lacking = [name for name in file_of if name not in tensors]
+    if lacking:
         raise WeightsError(
-            f"{index} lists {len(file_of)} weights, but its parts do not contain {few(missing)}:"
+            f"{index} lists {len(file_of)} weights, but its parts do not contain {few(lacking)}:"
             " copy the index and the parts again"
         )
 
@@ -316,18 +330,22 @@ def _open_parts(index: Path) -> Content:
     return Content(tensors, parts[0].metadata, notes)
 
 
-def _unpack(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """Return the tensors in `content`, extracted from nested containers."""
+def _unpack(content: object, path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors in `content`, extracted from nested containers, and notes on ignored ones.
+
+    A container is a dict under one of the keys `CONTAINERS`, or else the only dict of weights.
+    """
+    notes = []
     while isinstance(content, dict):
-        others = [name for name, value in content.items() if _has_matrices(value)]
         known = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
-        keys = known or (others if len(others) == 1 else [])
-        if not keys:
+        others = [name for name, value in content.items() if _has_matrices(value)]
+        if not known and len(others) != 1:
             break
-        ignored = [name for name in dict.fromkeys(known + others) if name != keys[0]]
+
+        used, *ignored = dict.fromkeys(known + others)
         if ignored:
-            notes.append(f"{keys[0]} is used, {few(ignored)} in the same file is ignored")
-        content = content[keys[0]]
+            notes.append(f"{used} is used, {few(ignored)} in the same file is ignored")
+        content = content[used]
 
     under = "under state_dict or model"
     if not isinstance(content, dict) or not content:
@@ -344,7 +362,7 @@ def _unpack(content: object, path: Path, notes: list[str]) -> dict[str, Tensor]:
             f"{path} is not a state dict, because it also contains {few(non_tensors)}: keep only"
             f" named tensors, or put them {under}"
         )
-    return content
+    return content, notes
 
 
 def _has_matrices(value: object) -> bool:
