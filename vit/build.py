@@ -85,7 +85,11 @@ def _build(
     lock: RunLock,
     signals: StopSignals,
 ) -> Run:
-    """Do parts 2 to 6 of `build`. A signal interrupts them."""
+    """Do parts 2 to 6 of `build`. A signal interrupts them.
+
+    If another process has meanwhile created the run folder, saved a checkpoint and ended, these
+    parts are repeated, so that this process resumes from that checkpoint.
+    """
     times = StartTimes(world.joined_s)
     settings = config_io.to_dict(config)
 
@@ -94,53 +98,51 @@ def _build(
     config = as_trained(config, data)
     objective = parts.create_objective(config, data, world)
 
-    notes = [
-        Notes(lines=parts.lines),
-        objective.notes,
-        *(hook.opened(config, world, data, place) for hook in parts.hooks),
-    ]
+    notes = [Notes(lines=parts.lines), objective.notes]
+    notes += [hook.opened(config, world, data, place) for hook in parts.hooks]
     facts = dict(data.facts)
     for part in notes:
         facts |= part.facts
     times.end("data")
 
-    newest = find_checkpoint(place.folder, settings, facts, allowed, world)
+    checkpoint = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
     # 3. The model. All ranks start from the same weights, of a seed, a file or a checkpoint.
-    with world.fail_together(), nullcontext() if newest is None else undrawn():
+    with world.fail_together(), nullcontext() if checkpoint is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
     model.to(world.device)
-    if newest is None and parts.load_weights is not None:
+    if checkpoint is None and parts.load_weights is not None:
         facts |= parts.load_weights(model, config, data, world)
 
     # 4. The training step and the evaluators.
     train_step = create_train_step(
-        settings_of_step(config, newest, data.plan),
+        settings_of_step(config, checkpoint, data.plan),
         plan=data.plan,
         num_classes=data.num_classes,
         model=model,
         world=world,
         objective=objective,
         create_reduce=parts.create_reduce,
-        is_filled_later=newest is not None,
+        is_filled_later=checkpoint is not None,
     )
     evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
     times.end("model")
 
     # 5. DDP and the EMA refer to the existing tensors, so copy the checkpoint's values into them.
-    if newest is None:
+    if checkpoint is None:
         state = RunState(facts={**facts, "grid_size": grid_size(model)})
     else:
-        state = checkpoints.state_of(newest.info)
+        state = checkpoints.state_of(checkpoint.info)
         fit_state(state, place.folder, facts, data.plan, world)
-        notes.append(rate_notes(newest.info, config, data, state))
-        checkpoints.load_checkpoint(newest.folder, train_step)
+        notes.append(rate_notes(checkpoint.info, config, data, state))
+        checkpoints.load_checkpoint(checkpoint.folder, train_step)
         times.end("checkpoint")
 
     # 6. The folder of a new run, in which another process may have been faster, and the record.
-    if world.broadcast_from_main(lambda: not lock.is_held and place.create(lock)):
+    has_new_checkpoint = world.broadcast_from_main(lambda: not lock.is_held and place.create(lock))
+    if has_new_checkpoint:
         return _build(config, world, allowed, parts, place, lock, signals)
 
     record = world.main_first(
@@ -151,6 +153,7 @@ def _build(
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL
 
+    saved_by_hooks = [hook.saved for hook in parts.hooks if hook.saved is not None]
     saver = Saver(
         place,
         train_step,
@@ -158,7 +161,7 @@ def _build(
         data.class_names,
         kept=config.checkpoint,
         record=record,
-        beside=[hook.saved for hook in parts.hooks if hook.saved is not None],
+        beside=saved_by_hooks,
     )
     times.end("record")
 

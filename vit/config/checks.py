@@ -378,15 +378,17 @@ def image_size_rules(config: Config) -> Iterator[str]:
         )
 
     # A name such as vit_s16 ends in the patch size.
-    name = re.fullmatch(r"vit_.+?([1-9]\d*)", config.model.name)
-    patch = height_width(config.model.patch_size or (int(name[1]) if name else 1))
-    following = [*(stage.image_size for stage in stages[1:]), config.model.image_size]
+    name = re.fullmatch(r"vit_.+?(?P<patch>[1-9]\d*)", config.model.name)
+    patch = height_width(config.model.patch_size or (int(name["patch"]) if name else 1))
+    sizes = [height_width(stage.image_size) for stage in stages]
+    later_sizes = [*sizes[1:], height_width(config.model.image_size)]
     previous_end = 0
-    for number, (stage, after) in enumerate(zip(stages, following, strict=False)):
+    for number, stage in enumerate(stages):
         key = f"schedule.image_sizes[{number}]"
-        size = height_width(stage.image_size)
-        smaller, larger = (_multiple(size, patch, more) for more in (0, 1))
+        size = sizes[number]
+        smaller = _multiple(size, patch)
         if size != smaller:
+            larger = _multiple(size, patch, more=1)
             near = " and ".join(_side(each) for each in (smaller, larger) if all(each))
             yield (
                 f"{key}.image_size={_side(size)} is not a multiple of the patch size"
@@ -403,7 +405,7 @@ def image_size_rules(config: Config) -> Iterator[str]:
                 f"{key}.until_epoch={stage.until_epoch} is not before train.epochs={epochs}, but"
                 " the last epochs use model.image_size: lower it, or set schedule.image_sizes=[]"
             )
-        if size == height_width(after):
+        if size == later_sizes[number]:
             yield (
                 f"{key}.image_size={_side(size)} is also the size of the epochs after it: merge the"
                 " stages"
@@ -412,7 +414,7 @@ def image_size_rules(config: Config) -> Iterator[str]:
         previous_end = max(previous_end, stage.until_epoch)
 
 
-def _multiple(size: tuple[int, int], patch: tuple[int, int], more: int) -> tuple[int, int]:
+def _multiple(size: tuple[int, int], patch: tuple[int, int], more: int = 0) -> tuple[int, int]:
     """Return `size` rounded down to a multiple of the patch size, or rounded up if `more` is 1."""
     height, width = (
         (side + more * (of_patch - 1)) // of_patch * of_patch

@@ -44,11 +44,9 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
             path = (path[0], "name")
         origin = _origin(path, origins, source)
 
-        if kind == "value_error":  # raised by vit.config.checks; the message contains dotted keys
+        if kind == "value_error":  # raised by vit.config.checks
             for line in str(item["ctx"]["error"]).splitlines():
-                keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
-                given_at = list(filter(None, (_origin(key, origins, "") for key in keys)))
-                lines.append(f"{(given_at or [origin])[0]}: {line}")
+                lines.append(f"{_origin_of_keys(line, origins) or origin}: {line}")
         elif kind == "extra_forbidden":
             lines.append(f"{origin}: {_unknown_key(path, rest, item['loc'])}")
         elif kind == "missing" and not rest:
@@ -58,15 +56,13 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
             lines.append(f"{origin}: {_place(path, rest, '')} is required")
         else:
             place = _place(path, rest, kind)
-            if place in wrong_values:  # Pydantic reports one error per type of a union.
-                lines[-1] += f" or {_expected(item)}"
-                continue
-
-            wrong_values.add(place)
             value = item["ctx"]["tag"] if kind == "union_tag_invalid" else item["input"]
-            lines.append(
-                f"{origin}: {place} is {json.dumps(value, default=str)}, expected {_expected(item)}"
-            )
+            if place in wrong_values:  # Pydantic reports a value once per type of a union, in turn.
+                lines[-1] += f" or {_expected(item)}"
+            else:
+                wrong_values.add(place)
+                shown_value = json.dumps(value, default=str)
+                lines.append(f"{origin}: {place} is {shown_value}, expected {_expected(item)}")
 
     return lines
 
@@ -107,6 +103,13 @@ def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
         return origins[path]
     below = (origin for key, origin in origins.items() if path and key[: len(path)] == path)
     return next(below, source)
+
+
+def _origin_of_keys(line: str, origins: Mapping[Key, str]) -> str:
+    """Return the origin of the first dotted key in `line` that is set; "" if none is set."""
+    keys = re.findall(r"\w+\.\w+", line)
+    given_at = (_origin(tuple(key.split(".")), origins, "") for key in keys)
+    return next(filter(None, given_at), "")
 
 
 def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | str, ...]) -> str:

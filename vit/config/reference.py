@@ -5,13 +5,14 @@ classes of the sections -> `settings()` -> launch/explain.py, one setting in a t
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
 
 import yaml
 
-from vit.config.base import MAY_CHANGE, OnlyWith
+from vit.config.base import MAY_CHANGE, OnlyWith, Section
 from vit.config.hints import sections, union_tags
 from vit.config.io import recipe_name, recipes_folder
 
@@ -48,31 +49,35 @@ def settings() -> dict[str, Setting]:
     every: dict[str, Setting] = {}
     for section, classes in sections().items():
         for cls in classes:
-            schema = cls.model_json_schema()
-            for name, field in cls.model_fields.items():
-                key = f"{section}.{name}"
-                content = schema["properties"][name]
-                if name == "name" and union_tags(section):  # `optim.name`, which selects the class
-                    content = {"enum": union_tags(section), "default": union_tags(section)[0]}
-
-                described = Setting(
-                    key,
-                    type_in_words(content, schema.get("$defs", {})),
-                    default=as_yaml(content.get("default", "none, it must be given")),
-                    sentence=" ".join((field.description or "").split()),
-                    may_change=MAY_CHANGE in field.metadata,
-                    only_with=tuple(
-                        each.conditions for each in field.metadata if isinstance(each, OnlyWith)
-                    ),
-                )
-                first = every.setdefault(key, described)
+            for described in _settings_of(section, cls):
+                first = every.setdefault(described.key, described)
+                # Optimizers share settings, but some have other defaults.
                 if described.default != first.default.partition(" (")[0]:
                     optimizer = " or ".join(get_args(cls.model_fields["name"].annotation))
-                    every[key] = replace(
+                    every[described.key] = replace(
                         first, default=f"{first.default} ({optimizer}: {described.default})"
                     )
 
     return every
+
+
+def _settings_of(section: str, cls: type[Section]) -> Iterator[Setting]:
+    """Yield the settings of a class of `section`."""
+    schema = cls.model_json_schema()
+    for name, field in cls.model_fields.items():
+        content = schema["properties"][name]
+        if name == "name" and union_tags(section):  # `optim.name`, which selects the class
+            content = {"enum": union_tags(section), "default": union_tags(section)[0]}
+
+        conditions = [each.conditions for each in field.metadata if isinstance(each, OnlyWith)]
+        yield Setting(
+            f"{section}.{name}",
+            type_in_words(content, schema.get("$defs", {})),
+            default=as_yaml(content.get("default", "none, it must be given")),
+            sentence=" ".join((field.description or "").split()),
+            may_change=MAY_CHANGE in field.metadata,
+            only_with=tuple(conditions),
+        )
 
 
 def as_yaml(value: object) -> str:
