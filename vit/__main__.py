@@ -72,8 +72,8 @@ def usage() -> str:
     """Return a list of all commands with the first line of each docstring."""
     lines = [f"  {name:10} {_first_line(LAUNCH / f'{name}.py')}" for name in COMMANDS]
     lines.append(f"  {'prep':10} Write, index, verify and describe shards: see `vitline prep`.")
-    last = "Every command has --help. `vitline --version` prints the version."
-    return "\n".join(["usage: vitline COMMAND ...", "", *lines, "", last])
+    lines += ["", "Every command has --help. `vitline --version` prints the version."]
+    return "\n".join(["usage: vitline COMMAND ...", "", *lines])
 
 
 def _first_line(path: Path) -> str:

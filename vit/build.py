@@ -153,7 +153,6 @@ def _build(
     with world.fail_together():
         place.push()  # upload the first files if run.dir is a URL
 
-    saved_by_hooks = [hook.saved for hook in parts.hooks if hook.saved is not None]
     saver = Saver(
         place,
         train_step,
@@ -161,7 +160,7 @@ def _build(
         data.class_names,
         kept=config.checkpoint,
         record=record,
-        beside=saved_by_hooks,
+        beside=[hook.saved for hook in parts.hooks if hook.saved is not None],
     )
     times.end("record")
 

@@ -127,8 +127,7 @@ class Attention(nn.Module):
         """
         # [q, k, v] = z U_qkv (equation 5). The outputs are ordered (q/k/v, head, channel), as in
         # timm. In any other order, timm's weights would load but give wrong results.
-        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
 
         q = self.q_norm(q)
         k = self.k_norm(k)
@@ -142,8 +141,9 @@ class Attention(nn.Module):
         # Compute softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never
         # stores the N x N attention matrix. The function does not know about `self.training`, so
         # pass a dropout rate of 0 in evaluation.
-        dropout = self.attn_drop if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        x = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.attn_drop if self.training else 0.0
+        )
         # [SA_1; ...; SA_heads] U_msa (equation 8)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
@@ -286,19 +286,34 @@ class VisionTransformer(ImageModel):
         self.patch_embed = patch_embed(self.patch_size, in_chans, embed_dim)
         self._create_tokens(class_token, dist_token, reg_tokens, pos_embed)
 
-        rope = partial(RotaryEmbedding, rope_temperature, rope_reg_temperature, ref_feat_shape)
-        prefix = (num_summaries, reg_tokens)
-        self.rope = rope(rope_type, self.grid_size, head_dim, *prefix) if rope_type else None
+        self.rope = None
+        if rope_type:
+            self.rope = RotaryEmbedding(
+                rope_temperature,
+                rope_reg_temperature,
+                ref_feat_shape,
+                rope_type,
+                self.grid_size,
+                head_dim,
+                class_tokens=num_summaries,
+                reg_tokens=reg_tokens,
+            )
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        patch_drop = partial(PatchDropout, patch_drop_rate, self.num_prefix_tokens)
-        self.patch_drop = patch_drop() if patch_drop_rate else None
+        self.patch_drop = (
+            PatchDropout(patch_drop_rate, self.num_prefix_tokens) if patch_drop_rate else None
+        )
 
         attention = partial(Attention, embed_dim, num_heads, head_dim, qkv_bias, qk_norm, norm)
         mlp = partial(MLPS[mlp_layer], embed_dim, int(embed_dim * mlp_ratio), mlp_drop)
 
         def make_block() -> Block:
-            attn = attention(rope_type, attn_drop_rate, proj_drop_rate)
-            return Block(embed_dim, norm, attn, mlp(), init_values)
+            return Block(
+                embed_dim,
+                norm,
+                attention(rope_type, attn_drop_rate, proj_drop_rate),
+                mlp(),
+                init_values,
+            )
 
         self.drop_paths = DropPaths(drop_path_rate, depth, drop_path_schedule, drop_path_form)
         self.blocks = Blocks(*(make_block() for _ in range(depth)))

@@ -254,9 +254,12 @@ class Monitor:
         plan = self.run.plan
         interval = self._measure(step)
 
-        steps_left: float = plan.total_steps - step
-        if self.utilization is not None:  # steps with larger images take longer
-            steps_left = self.utilization.steps_like(step - 1, step, plan.total_steps)
+        # Steps with larger images take longer.
+        steps_left: float = (
+            plan.total_steps - step
+            if self.utilization is None
+            else self.utilization.steps_like(step - 1, step, plan.total_steps)
+        )
         if self._timed_steps == ESTIMATE_STEPS and steps_left * step_s >= SHORT_S:
             self._estimate(steps_left * step_s, plan.total_steps - step, step_s)
 
@@ -488,10 +491,7 @@ def advice(
             f" ({waiting.max_s:.1f} s, ranks on average {waiting.mean_s:.1f} s){work}; {remedy}"
         )
 
-    rate = ""
-    if images_per_s is not None:
-        rate = f"; the loader can load {digits(images_per_s)} images/s"
-
+    rate = "" if images_per_s is None else f"; the loader can load {digits(images_per_s)} images/s"
     cores = num_cores()
     ranks = local_world_size()
     if max(num_workers, 1) * ranks < cores:

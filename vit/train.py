@@ -101,10 +101,9 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     if evaluation_due or save_due or monitor.stop:
         monitor.pause()
 
-    weights = set[str]()  # names of the files in `weights/` to write
-    if evaluation_due and not monitor.stop:
-        weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
-
+    # The names of the files in `weights/` to write. `evaluate` sets `monitor.stop` if a signal
+    # interrupts it.
+    weights = evaluate(run, monitor) if evaluation_due and not monitor.stop else set()
     if monitor.stop:
         run.verify(is_end=True)  # verify the unfinished epoch, if any
     if save_due or monitor.stop or weights:

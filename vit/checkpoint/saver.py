@@ -125,8 +125,9 @@ class Saver:
 
         tensors = named_tensors(self._train_step)
         buffers = (f"model.{name}" for name, _ in self._train_step.model.named_buffers())
-        changing = [name for name in buffers if name in tensors]
-        self._train_step.copying = self._snapshot.take(tensors, changing)
+        self._train_step.copying = self._snapshot.take(
+            tensors, changing=[name for name in buffers if name in tensors]
+        )
         blocked_s = time.perf_counter() - began
         self._start(
             partial(self._write, asdict(state), with_checkpoint, weights, collected, blocked_s)

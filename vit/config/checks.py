@@ -388,8 +388,8 @@ def image_size_rules(config: Config) -> Iterator[str]:
         size = sizes[number]
         smaller = _multiple(size, patch)
         if size != smaller:
-            larger = _multiple(size, patch, more=1)
-            near = " and ".join(_side(each) for each in (smaller, larger) if all(each))
+            nearest = (smaller, _multiple(size, patch, more=1))
+            near = " and ".join(_side(each) for each in nearest if all(each))
             yield (
                 f"{key}.image_size={_side(size)} is not a multiple of the patch size"
                 f" {_side(patch)}: the nearest multiples are {near}"

@@ -61,8 +61,10 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
                 lines[-1] += f" or {_expected(item)}"
             else:
                 wrong_values.add(place)
-                shown_value = json.dumps(value, default=str)
-                lines.append(f"{origin}: {place} is {shown_value}, expected {_expected(item)}")
+                lines.append(
+                    f"{origin}: {place} is {json.dumps(value, default=str)}, expected"
+                    f" {_expected(item)}"
+                )
 
     return lines
 
@@ -107,9 +109,8 @@ def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
 
 def _origin_of_keys(line: str, origins: Mapping[Key, str]) -> str:
     """Return the origin of the first dotted key in `line` that is set; "" if none is set."""
-    keys = re.findall(r"\w+\.\w+", line)
-    given_at = (_origin(tuple(key.split(".")), origins, "") for key in keys)
-    return next(filter(None, given_at), "")
+    keys = (tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line))
+    return next(filter(None, (_origin(key, origins, "") for key in keys)), "")
 
 
 def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | str, ...]) -> str:

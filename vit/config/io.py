@@ -299,9 +299,9 @@ def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) 
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or "." not in dotted:
-            hint = nearest(dotted, all_keys())
             problems.append(
-                f"command line: {override!r} is not of the form section.key=value{hint}"
+                f"command line: {override!r} is not of the form section.key=value"
+                f"{nearest(dotted, all_keys())}"
             )
             continue
 

@@ -48,8 +48,7 @@ def _announce(store: dist.Store, size: int, limit: timedelta) -> str:
             raise RankLost(f"rank {', '.join(late)} did not respond within {limit}")
         time.sleep(POLL_S / 5)
 
-    tokens = [text.decode() for text in store.multi_get(keys)]
-    store.set(f"{name} all", json.dumps(tokens))
+    store.set(f"{name} all", json.dumps([text.decode() for text in store.multi_get(keys)]))
     return name
 
 

@@ -41,9 +41,8 @@ class HostDevices:
     """Whether torch was built with GPU support."""
 
     def __str__(self) -> str:
-        if not self.gpus:
-            return f"torch sees no GPU ({self.reason})"
-        return f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
+        seen = f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
+        return seen if self.gpus else f"torch sees no GPU ({self.reason})"
 
 
 def find_devices(root: Path = Path("/")) -> HostDevices:
@@ -156,9 +155,8 @@ def cores_near(addresses: Sequence[str], own: int, allowed: set[int], root: Path
         return allowed
     cores = text_of(root / "sys/devices/system/node" / f"node{nodes[own]}" / "cpulist")
     near = allowed & _cores_of(cores)
-    if len(near) * len(nodes) < len(allowed) * nodes.count(nodes[own]):
-        return allowed
-    return near
+    is_enough = len(near) * len(nodes) >= len(allowed) * nodes.count(nodes[own])
+    return near if is_enough else allowed
 
 
 def _cores_of(text: str) -> set[int]:

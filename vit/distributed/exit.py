@@ -103,9 +103,11 @@ class StopSignals:
         if not number or os.environ.get("LOCAL_RANK", "0") != "0":
             return
 
-        reaction = "saving after this step, and then ending; a second Ctrl-C ends without saving"
-        if self._ends_at_once and number != signal.SIGUSR1:
-            reaction = "ending before the first step"
+        reaction = (
+            "ending before the first step"
+            if self._ends_at_once and number != signal.SIGUSR1
+            else "saving after this step, and then ending; a second Ctrl-C ends without saving"
+        )
         print(
             f"{_rank_prefix()}{signal.Signals(number).name} received: {reaction}",
             file=sys.stderr,
@@ -284,8 +286,8 @@ def leave_hung(verdict: HangVerdict) -> NoReturn:
 
     if rank in verdict.ranks:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        stack = "".join(traceback.format_stack(frame))
-        print(f"stack of rank {rank}:\n{stack}", end="", file=sys.stderr, flush=True)
+        lines = [f"stack of rank {rank}:\n", *traceback.format_stack(frame)]
+        print("".join(lines), end="", file=sys.stderr, flush=True)
 
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     reporter = min(set(range(world_size())) - {*verdict.ranks}, default=0)

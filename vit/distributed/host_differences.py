@@ -79,11 +79,12 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
         most_common = sorted(ranks_by_value.items(), key=lambda pair: -len(pair[1]))
         listed = ", ".join(f"{value} on {places(ranks, hosts)}" for value, ranks in most_common)
 
-        remedy = REMEDIES.get(name, _SAME_ENVIRONMENT)
-        if name.startswith(VARIABLES):
-            remedy = f"export the same {name} everywhere"
         if name in _MAY_DIFFER:
             remedy = "all ranks run at the speed of the slowest, and sums round differently"
+        elif name.startswith(VARIABLES):
+            remedy = f"export the same {name} everywhere"
+        else:
+            remedy = REMEDIES.get(name, _SAME_ENVIRONMENT)
         result.append(Difference(name, f"{name} {listed}: {remedy}", name not in _MAY_DIFFER))
     return result
 

@@ -79,9 +79,7 @@ class HangVerdict:
 def collective_timeout(limit_s: float | None) -> timedelta:
     """Return the time-out of collectives. The watchdog, which can name the rank, ends the run
     earlier."""
-    if limit_s is None:
-        return COLLECTIVE_TIMEOUT
-    return timedelta(seconds=1.2 * limit_s + 60)
+    return COLLECTIVE_TIMEOUT if limit_s is None else timedelta(seconds=1.2 * limit_s + 60)
 
 
 class Watch:

@@ -134,6 +134,12 @@ class World:
         keep the total number of requests per second constant."""
         return max(POLL_S, self.size / LOOKS_PER_S)
 
+    @property
+    def _shared_store(self) -> dist.Store:
+        """The store of a world with several ranks."""
+        assert self.store is not None, "there are other ranks"
+        return self.store
+
     def host_of(self, rank: int) -> str:
         """Return the host name of `rank`."""
         return self.hosts[rank] if self.hosts else socket.gethostname()
@@ -300,8 +306,7 @@ class World:
 
         Raises StoreLost if the store does not answer, and RankLost if a rank does not respond.
         """
-        store = self.store
-        assert store is not None, "there are other ranks"
+        store = self._shared_store
         with self.asking_store():
             store.set(f"{key} {self.rank}", "" if problem is None else _message(problem))
             if problem is not None:
@@ -340,20 +345,17 @@ class World:
     def gathered(self, name: str, ranks: Iterable[int]) -> list[Any]:
         """Return the values that `ranks` passed to `gather(name)`, after rank 0 has received
         them."""
-        assert self.store is not None, "there are other ranks"
         keys = [f"{name} {rank}" for rank in ranks]
-        return [json.loads(text) for text in self.store.multi_get(keys)]
+        return [json.loads(text) for text in self._shared_store.multi_get(keys)]
 
     def _report_missing(self, key: str, limit: timedelta) -> NoReturn:
         """Raise RankLost, which names the ranks that have not posted `key`."""
-        assert self.store is not None, "there are other ranks"
-        missing = silent_ranks(self.store, key, range(self.size))
+        missing = silent_ranks(self._shared_store, key, range(self.size))
         raise RankLost(f"{self._names(missing)} did not respond within {limit}")
 
     def _post(self, key: str, value: object) -> None:
-        assert self.store is not None, "there are other ranks"
         with self.asking_store():
-            self.store.set(key, json.dumps(value))
+            self._shared_store.set(key, json.dumps(value))
 
     def _wait_until(
         self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
@@ -364,15 +366,15 @@ class World:
         another rank has exited, RankLost if a rank on this host was killed, and StoreLost if the
         store has shut down.
         """
-        assert self.store is not None, "there are other ranks"
+        store = self._shared_store
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = max(0.001, FIRST_SHARE * self.size / LOOKS_PER_S)
         gone = list[int]()
 
         with self.asking_store():
-            while not ready(self.store):
-                if self.store.check([ENDED]):
-                    raise AlreadyReported(json.loads(self.store.get(ENDED)))
+            while not ready(store):
+                if store.check([ENDED]):
+                    raise AlreadyReported(json.loads(store.get(ENDED)))
                 # The process may still announce why it exited, so raise the error one poll later.
                 if gone:
                     raise RankLost(

@@ -206,9 +206,8 @@ def limit_of(values: Sequence[float], sigmas: float) -> float:
 
 def _numbers(values: StepValues, loss_limit: float | None) -> str:
     """Return text such as "loss 7.21, limit 3.02; gradient norm 14.2"."""
-    limit = ""
-    if loss_limit is not None and math.isfinite(loss_limit):
-        limit = f", limit {loss_limit:.4g}"
+    has_limit = loss_limit is not None and math.isfinite(loss_limit)
+    limit = f", limit {loss_limit:.4g}" if has_limit else ""
     return f"loss {values.loss:.4g}{limit}; gradient norm {values.grad_norm:.4g}"
 
 

@@ -152,9 +152,11 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
     except (OSError, ValueError) as error:
         if is_named:
             raise
-        reason = str(error).removeprefix(f"{path}: ")
-        if isinstance(error, OSError):
-            reason = f"cannot be read ({error.strerror})"
+        reason = (
+            f"cannot be read ({error.strerror})"
+            if isinstance(error, OSError)
+            else str(error).removeprefix(f"{path}: ")
+        )
         inputs.places.append(ImagePlace(path, problem=reason))
 
 

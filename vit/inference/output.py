@@ -124,17 +124,22 @@ class Summary:
             column.justify = "right"
 
         total = int(self._images.sum())
-        order = self._images.argsort(descending=True, stable=True)
-        present = [label for label in order.tolist() if self._images[label]]
+        by_count = self._images.argsort(descending=True, stable=True).tolist()
+        present = [label for label in by_count if self._images[label]]
         for label in present[:num_rows]:
             number = int(self._images[label])
             mean = float(self._probabilities[label]) / number
-            shares = f"{100 * number / total:.1f} %", f"{100 * mean:.1f} %"
-            table.add_row(Text(self.class_names[label]), f"{number:,}", *shares)
+            table.add_row(
+                Text(self.class_names[label]),
+                f"{number:,}",
+                f"{100 * number / total:.1f} %",
+                f"{100 * mean:.1f} %",
+            )
 
         hidden = present[num_rows:]
         if hidden:
             number = int(self._images[hidden].sum())
-            share = f"{100 * number / total:.1f} %"
-            table.add_row(f"{len(hidden):,} more classes", f"{number:,}", share, "")
+            table.add_row(
+                f"{len(hidden):,} more classes", f"{number:,}", f"{100 * number / total:.1f} %", ""
+            )
         return table

@@ -29,8 +29,8 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
     y = y.reshape(-1, 1) * frequencies
 
     positions = torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), dim=1)
-    prefix = positions.new_zeros(num_prefix_tokens, dim)
-    return torch.cat((prefix, positions)).unsqueeze(0).float()
+    zeros = positions.new_zeros(num_prefix_tokens, dim)
+    return torch.cat((zeros, positions)).unsqueeze(0).float()
 
 
 def resample_posemb(

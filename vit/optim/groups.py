@@ -39,10 +39,11 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     """
     is_exempt = _exempt(model, config.no_weight_decay)
     is_matrix = _matrices(config.matrices) if isinstance(config, MuonConfig) else None
-    if config.layer_decay is None:
-        layers = {name: 0 for name, _ in model.named_parameters()}
-    else:
-        layers = layer_numbers(model, config.layer_decay_form)
+    layers = (
+        {name: 0 for name, _ in model.named_parameters()}
+        if config.layer_decay is None
+        else layer_numbers(model, config.layer_decay_form)
+    )
 
     # Keys are (layer, uses Muon, is decayed). With neither layers nor Muon, there are always the
     # same two groups in the same order, even if one of them is empty.

@@ -66,10 +66,11 @@ def _load(
     try:
         notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
     except WeightsError as error:
-        if loaded.config:
-            cause = _differing_settings(loaded.config, config.model)
-        else:
-            cause = _overriding_settings(config.model)
+        cause = (
+            _differing_settings(loaded.config, config.model)
+            if loaded.config
+            else _overriding_settings(config.model)
+        )
         reason = f"{error}; {cause}" if cause else str(error)
         raise WeightsError(f"{loaded.path}: {reason}") from None
 

@@ -106,8 +106,9 @@ class DiskNeeds:
 
     @property
     def total_bytes(self) -> int:
-        checkpoints_bytes = self.num_checkpoints * self.checkpoint_bytes
-        return checkpoints_bytes + self.weights_bytes + self.samples_bytes
+        return (
+            self.num_checkpoints * self.checkpoint_bytes + self.weights_bytes + self.samples_bytes
+        )
 
     def in_words(self, size: Callable[[int], str]) -> str:
         """Return the parts of the total as text. size: a function that formats byte counts."""

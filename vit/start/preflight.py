@@ -299,9 +299,8 @@ def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
             open_bytes += min(blocks * block_bytes, cached.stored_bytes)
 
     if cached is not None and cached.cache.limit_bytes < open_bytes:
-        remedy = "lower order.num_lanes"
-        if order.block_samples == 1:
-            remedy = "set order.block_samples=64"
+        is_unblocked = order.block_samples == 1
+        remedy = "set order.block_samples=64" if is_unblocked else "lower order.num_lanes"
         yield (
             f"{cached.folder}: the cache of {cached.cache.limit_bytes / GIB:.1f} GiB is smaller"
             f" than the {open_bytes / GIB:.1f} GiB that are read at the same time, so up to"

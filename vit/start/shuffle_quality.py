@@ -116,10 +116,13 @@ def _expected_classes(class_sizes: NDArray[np.int64], num_images: int) -> float:
     expected = 0.0
     sizes, counts = np.unique(class_sizes[class_sizes > 0], return_counts=True)
     for size, num_classes in zip(sizes.tolist(), counts.tolist(), strict=True):
-        none = 0.0
-        if total - size >= num_images:
-            none = math.exp(_log_choose(total - size, num_images) - _log_choose(total, num_images))
-        expected += num_classes * (1.0 - none)
+        num_others = total - size
+        missed = (
+            math.exp(_log_choose(num_others, num_images) - _log_choose(total, num_images))
+            if num_others >= num_images
+            else 0.0
+        )
+        expected += num_classes * (1.0 - missed)
     return expected
 
 

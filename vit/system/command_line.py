@@ -65,9 +65,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            choices = map(str, action.choices or ())
-            message = f"{error.message}{did_you_mean(str(value), choices)}"
-            raise argparse.ArgumentError(action, message) from None
+            hint = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError that names unknown options.

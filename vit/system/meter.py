@@ -129,6 +129,5 @@ def size_text(num_bytes: int) -> str:
 
 def rate_text(bytes_per_s: float) -> str:
     """Format a rate with three significant digits."""
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.3g} GB/s"
-    return f"{bytes_per_s / 1e6:.3g} MB/s"
+    has_gb = bytes_per_s >= 1e9
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if has_gb else f"{bytes_per_s / 1e6:.3g} MB/s"

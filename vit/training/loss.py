@@ -74,9 +74,11 @@ def create_loss(
     config: LossConfig, class_weights: Sequence[float] | None, device: torch.device
 ) -> Loss:
     """Create the loss function of `config`. class_weights: from `choose_class_weights`."""
-    weights = None
-    if class_weights is not None:
-        weights = torch.tensor(class_weights, dtype=torch.float32, device=device)
+    weights = (
+        None
+        if class_weights is None
+        else torch.tensor(class_weights, dtype=torch.float32, device=device)
+    )
 
     if config.name == "bce":
         return partial(

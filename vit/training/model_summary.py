@@ -73,8 +73,8 @@ def flops_by_operator(
     }
     # Use at least 2 images, because batch norms in training reject a single image.
     batch_size = 1 if training_batch_size is None else max(training_batch_size, 2)
-    size = image_size or model.image_size
-    images = torch.empty(batch_size, model.in_chans, *size, device="meta")
+    shape = (batch_size, model.in_chans, *(image_size or model.image_size))
+    images = torch.empty(shape, device="meta")
 
     modes = {module: module.training for module in model.modules()}
     model.train(training_batch_size is not None)

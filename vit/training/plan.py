@@ -109,12 +109,9 @@ def _indivisible(batch: int, augment: AugmentConfig, world_size: int, unit: int)
 
     ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
     groups = _group_sizes(augment, batch // world_size) if batch % world_size == 0 else []
+    other = f", or augment.mix_group_size from {groups}" if groups else ""
     if ranks:
         other = f", or a number of ranks from {ranks}"
-    elif groups:
-        other = f", or augment.mix_group_size from {groups}"
-    else:
-        other = ""
     return (
         f"data.global_batch_size={batch} is not a multiple of {needs}: use"
         f" {' or '.join(map(str, near))}{other}"
@@ -159,10 +156,11 @@ def _divide_into_leaves(
 
     micro = max((size for size in sizes if size <= limit), default=0)
     if micro not in fitting:
-        if micro:
-            problem = f"makes {batch // micro} micro-batches"
-        else:
-            problem = "is smaller than a group of images that are mixed"
+        problem = (
+            f"makes {batch // micro} micro-batches"
+            if micro
+            else "is smaller than a group of images that are mixed"
+        )
         raise ValueError(
             f"data.micro_batch_size={limit} {problem}, for {world_size} ranks with"
             f" train.exact_over_ranks: choose one of {fitting}"

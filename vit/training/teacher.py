@@ -79,8 +79,9 @@ class Teacher:
         self.config = student.distill
         self.precision = student.train.precision
         self._image_size = own.model.height_width()
-        device = next(self.model.parameters()).device
-        self._normalize = _renormalization(student.data, own.data, device)
+        self._normalize = _renormalization(
+            student.data, own.data, next(self.model.parameters()).device
+        )
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -128,9 +129,8 @@ class Teacher:
         step = "" if identity.step is None else f" (step {identity.step:,})"
         size = "x".join(map(str, identity.image_size))
         cost = _cost(self.model, identity.model, size, self.precision)
-        kind = "hard"
-        if self.config.distill_type == "soft":
-            kind = f"soft at temperature {self.config.temperature:g}"
+        is_soft = self.config.distill_type == "soft"
+        kind = f"soft at temperature {self.config.temperature:g}" if is_soft else "hard"
 
         lines = (
             f"teacher: {identity.path}{step}: {cost}, not counted in MFU; {kind}; sha256"

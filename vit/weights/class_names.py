@@ -32,9 +32,11 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     if loaded.class_names is None:
         return _other_numbers(loaded, names)
 
-    counts = ""
-    if num_classes != loaded.num_classes:
-        counts = f"{num_classes:,} classes in the data, {loaded.num_classes:,} in the model"
+    counts = (
+        f"{num_classes:,} classes in the data, {loaded.num_classes:,} in the model"
+        if num_classes != loaded.num_classes
+        else ""
+    )
     if loaded.class_names and names:
         return _other_names(names, loaded.class_names, counts)
     if counts:
@@ -62,9 +64,8 @@ def _other_names(names: Sequence[str], model_names: Sequence[str], counts: str) 
     if not examples:
         return f"the data have the first {len(names):,} of the model's {len(model_names):,} classes"
 
-    facts = f"{len(names) - len(examples):,} of {len(names):,} names agree"
-    if counts:
-        facts = f"{facts}; {counts}"
+    agreement = f"{len(names) - len(examples):,} of {len(names):,} names agree"
+    facts = f"{agreement}; {counts}" if counts else agreement
     if {*names} <= {*model_names}:
         meaning = f"the accuracy is meaningless: {_SELECT}"
     elif len(examples) < len(names):

@@ -48,10 +48,9 @@ def is_hub_name(path: str | os.PathLike[str]) -> bool:
 
 def in_words(source: Mapping[str, str]) -> str:
     """Return the repository, commit and license as a phrase for messages."""
-    license = source.get("license", "not stated")
     return (
         f"{source['repository']} on the Hugging Face hub, commit {source['commit'][:12]}, license"
-        f" {license}"
+        f" {source.get('license', 'not stated')}"
     )
 
 

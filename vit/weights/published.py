@@ -88,8 +88,7 @@ def identify(
         return _by_file_name(file)
 
     # The weights come from a different training run, so the published accuracy does not apply.
-    source = NO_NUMBER if model.top1 else model.source
-    return replace(model, top1=None, top5=None, source=source)
+    return replace(model, top1=None, top5=None, source=NO_NUMBER if model.top1 else model.source)
 
 
 _PROGRAM_NAMES = (

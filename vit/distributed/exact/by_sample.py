@@ -57,10 +57,9 @@ class _BySample(nn.Module):
         self.register_buffer("keys", keys, persistent=False)
 
         # torch.compile would compile one graph per Python number, so use tensors.
-        threshold = torch.tensor(round(rate * 2**_NUM_BITS), device=keys.device)
-        self.register_buffer("threshold", threshold, persistent=False)
-        scale = torch.tensor(1.0 / (1.0 - rate), device=keys.device)
-        self.register_buffer("scale", scale, persistent=False)
+        buffers = {"threshold": round(rate * 2**_NUM_BITS), "scale": 1.0 / (1.0 - rate)}
+        for name, value in buffers.items():
+            self.register_buffer(name, torch.tensor(value, device=keys.device), persistent=False)
 
     def _kept(self, num_rows: int, num_draws: int) -> Tensor:
         """Return a mask of the values to keep, (keys, ...) bool, with `num_draws` values per
@@ -103,8 +102,9 @@ class DropPathsBySample(nn.Module):
         super().__init__()
         self.register_buffer("keys", keys, persistent=False)
         dropped = torch.tensor(rates, dtype=torch.float64, device=keys.device).unsqueeze(1)
-        thresholds = (dropped * 2**_NUM_BITS).round().long()
-        self.register_buffer("thresholds", thresholds, persistent=False)
+        self.register_buffer(
+            "thresholds", (dropped * 2**_NUM_BITS).round().long(), persistent=False
+        )
         self.register_buffer("scales", (1.0 / (1.0 - dropped)).float(), persistent=False)
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:

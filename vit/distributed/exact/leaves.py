@@ -89,8 +89,8 @@ class Leaves:
         self._seed = seed
         self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))
 
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.gradients = TreeSum(parameters, num_leaves, world)
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.gradients = TreeSum([*trained], num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
 

@@ -209,8 +209,7 @@ class TreeSum:
         )
         vector.zero_()
         for parameter, place in zip(self._parameters, self._places, strict=True):
-            values = vector[place : place + parameter.numel()]
-            parameter.grad = values.view(parameter.shape)
+            parameter.grad = vector[place : place + parameter.numel()].view(parameter.shape)
 
         self._held.append(vector)
         self._additions = self._stack.push(Node(0, self.leaves[self._next_leaf]))
