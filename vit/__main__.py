@@ -37,18 +37,7 @@ def main() -> None:
         sys.path.insert(0, str(LAUNCH))
         runpy.run_path(str(script), run_name="__main__")
     elif name == "prep":
-        from data_prep import COMMANDS as PREP_COMMANDS
-
-        source = sys.argv[2] if len(sys.argv) > 2 else "--help"
-        if source in ("-h", "--help"):
-            module = "data_prep"
-        elif source in PREP_COMMANDS:
-            module = f"data_prep.{source}"
-        else:
-            refuse(f"prep {source}", did_you_mean(source, PREP_COMMANDS), "vitline prep")
-
-        sys.argv = sys.argv[2:] or sys.argv[1:]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        _prepare()
     elif name == "--version":
         print(f"vitline {version('vitline')}")
     elif name in ("", "-h", "--help"):
@@ -56,6 +45,22 @@ def main() -> None:
         raise SystemExit(0 if name else 2)
     else:
         refuse(name, did_you_mean(name, [*COMMANDS, "prep"]), "vitline --help")
+
+
+def _prepare() -> None:
+    """Run `vitline prep SOURCE`, or list the sources."""
+    from data_prep import COMMANDS as PREP_COMMANDS
+
+    source = sys.argv[2] if len(sys.argv) > 2 else "--help"
+    if source in ("-h", "--help"):
+        module = "data_prep"
+    elif source in PREP_COMMANDS:
+        module = f"data_prep.{source}"
+    else:
+        refuse(f"prep {source}", did_you_mean(source, PREP_COMMANDS), "vitline prep")
+
+    sys.argv = sys.argv[2:] or sys.argv[1:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def refuse(command: str, hint: str, listing: str) -> NoReturn:

@@ -146,22 +146,22 @@ def rate_notes(info: dict[str, Any], config: Config, data: RunData, state: RunSt
 
     info: the content of the checkpoint's `checkpoint.json`.
     """
-    before = config_io.from_dict(info["config"], "the checkpoint")
-    plan, _ = make_plan(before, data.train_set.num_draws, 1, data.train_set.shares)
-    rate_before, _ = rates(before, plan)
-    rate_now, _ = rates(config, data.plan)
+    saved_config = config_io.from_dict(info["config"], "the checkpoint")
+    saved_plan, _ = make_plan(saved_config, data.train_set.num_draws, 1, data.train_set.shares)
+    saved_rate, _ = rates(saved_config, saved_plan)
+    rate, _ = rates(config, data.plan)
 
+    # Both schedules give a rate for the last step before the checkpoint.
     last_step = max(state.step - 1, 0)
-    old = rate_before(last_step)
-    is_equal = abs(old - rate_now(last_step)) <= NOTABLE_JUMP * old
+    last_rate = saved_rate(last_step)
+    is_equal = abs(last_rate - rate(last_step)) <= NOTABLE_JUMP * last_rate
     if state.is_over(data.plan) or is_equal:
         return Notes()
 
-    new = rate_now(state.step)
     return Notes(
         lines=(
-            f"note: the learning rate goes from {old:.3g} to {new:.3g} at step {state.step},"
-            " because the schedule changed",
+            f"note: the learning rate goes from {last_rate:.3g} to {rate(state.step):.3g} at step"
+            f" {state.step}, because the schedule changed",
         )
     )
 
@@ -192,13 +192,11 @@ def restart_best(folder: Path, state: RunState, world: World) -> None:
                 step = int(file.metadata()["step"])
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return f"{path} is missing or damaged"
-        return (
-            f"{path} is from step {step}, which the run has not reached"
-            if step > state.step
-            else ""
-        )
+        problem = f"{path} is from step {step}, which the run has not reached"
+        return problem if step > state.step else ""
 
-    if reason := world.broadcast_from_main(check_best_file):
+    reason = world.broadcast_from_main(check_best_file)
+    if reason:
         state.best_top1 = -1.0
         state.best_loss = None
         if world.is_main:
@@ -235,9 +233,10 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
 
     Otherwise the ranks would train different models or wait for each other forever.
     """
+    # The maximum of the negated hashes is the negated minimum.
     own = int(settings_sha256(settings), 16)
-    largest, smallest = world.max_(torch.tensor([own, -own], device=world.device)).tolist()
-    if largest == -smallest:
+    largest, negated = world.max_(torch.tensor([own, -own], device=world.device)).tolist()
+    if largest == -negated:
         return
 
     if not world.is_main:

@@ -22,8 +22,8 @@ def union_tags(section: str) -> list[str]:
     """Return the names of the union's members if `section` is a union, such as `optim`; else []."""
     if section not in Config.model_fields:
         return []
-    members = get_args(Config.model_fields[section].annotation)
-    return [get_args(member)[1].tag for member in members]
+    union = Config.model_fields[section].annotation
+    return [get_args(member)[1].tag for member in get_args(union)]
 
 
 def all_keys() -> list[str]:

@@ -352,8 +352,10 @@ def kernels_of(device: torch.device) -> str:
     version = f"torch {torch.__version__}"
     if device.type == "cuda":
         return f"{version} on {torch.cuda.get_device_name(device)}"
-    capability = torch.backends.cpu.get_cpu_capability()
     # BLAS libraries choose kernels by CPU vendor and cache size.
-    own = f"{version} on {cpu_name()} with {capability}, {torch.get_num_threads()} thread(s)"
+    own = (
+        f"{version} on {cpu_name()} with {torch.backends.cpu.get_cpu_capability()},"
+        f" {torch.get_num_threads()} thread(s)"
+    )
     limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
     return ", ".join([own, *limits])

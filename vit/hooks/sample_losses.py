@@ -72,7 +72,8 @@ class SampleLosses:
 
     def add(self, step: int, losses: NDArray[np.float32], margins: NDArray[np.float32]) -> None:
         """Add this rank's losses and margins, (rows,), at `step`, counted from 0 over the run."""
-        if self._is_kept(step):
+        epoch = step // self._plan.steps_per_epoch + 1
+        if epoch % self._every_epochs == 0:
             with np.errstate(over="ignore"):  # values above 65,504 become infinite
                 pairs = np.stack([losses, margins], 1).astype(np.float16)
             self._steps.append((step, pairs.view(np.int32)[:, 0]))
@@ -106,14 +107,12 @@ class SampleLosses:
             positions = np.flatnonzero(epochs == epoch)
             yield WrittenLosses(epoch + 1, int(inside[positions[0]]), values[positions])
 
-    def _is_kept(self, step: int) -> bool:
-        return (step // self._plan.steps_per_epoch + 1) % self._every_epochs == 0
-
     def new_bytes(self, collected: list[WrittenLosses]) -> int:
         """Return the number of bytes by which the folder grows when `collected` is written."""
         missing = {part.epoch for part in collected if not self._path(part.epoch).exists()}
-        steps = self._plan.steps_per_epoch
-        return len(missing) * steps * self._plan.global_batch_size * BYTES_OF_A_ROW
+        return BYTES_OF_A_ROW * (
+            len(missing) * self._plan.steps_per_epoch * self._plan.global_batch_size
+        )
 
     def write(self, collected: list[WrittenLosses]) -> None:
         """Write the result of `collect` to disk. Raises OSError, which names the file."""

@@ -60,12 +60,11 @@ class PlaceBatches(Batches):
                         data, form.size, self.view, form.interpolation, form.channels, out=view
                     )
                     weights[row] = 1.0
-                    continue
                 except ValueError as error:
                     reasons.append(str(error))
 
-            # Clear the row, because a reused buffer contains an image of an older batch.
-            view[:] = 0
+            if not weights[row]:
+                view[:] = 0  # a reused buffer contains an image of an older batch
 
         stages.current.enter(Stage.DRAW)
         write_rows(rows, 0, weights, np.empty((len(ids), 0)), ids)

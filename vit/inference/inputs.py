@@ -97,20 +97,12 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
     inputs = Inputs()
     problems = []
     for argument in arguments:
-        num_before = len(inputs.places)
         try:
             if argument == FROM_STDIN and stdin is not None:
                 for name in _listed_names(stdin):
                     _add(name, inputs, is_named=False)
-            elif not os.path.lexists(argument):
-                raise ValueError(f"{argument}: no such file or folder")
             else:
-                _add(argument, inputs)
-                if len(inputs.places) == num_before:
-                    kind = "folder" if os.path.isdir(argument) else "tar"
-                    suffixes = " ".join(EXTENSIONS)
-                    others = f"; {inputs.summary()}" if inputs.skipped else ""
-                    raise ValueError(f"{argument}: a {kind} without images ({suffixes}){others}")
+                _add_argument(argument, inputs)
         except OSError as error:
             problems.append(f"{error.filename or argument}: cannot be read ({error.strerror})")
         except ValueError as error:
@@ -133,6 +125,19 @@ def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
         name = os.fsdecode(line.removesuffix(b"\r") if separator == b"\n" else line)
         if name:
             yield name
+
+
+def _add_argument(argument: str, inputs: Inputs) -> None:
+    """Append all images of a file, folder or tar. Raises ValueError if it has none, and OSError."""
+    if not os.path.lexists(argument):
+        raise ValueError(f"{argument}: no such file or folder")
+
+    num_before = len(inputs.places)
+    _add(argument, inputs)
+    if len(inputs.places) == num_before:
+        kind = "folder" if os.path.isdir(argument) else "tar"
+        others = f"; {inputs.summary()}" if inputs.skipped else ""
+        raise ValueError(f"{argument}: a {kind} without images ({' '.join(EXTENSIONS)}){others}")
 
 
 def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:

@@ -33,9 +33,10 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
     complete. Raises ValueError if the file cannot be written.
     """
     with csv_writer(path, "--csv ", "\n") as writer:
-        ranks = range(1, num_classes + 1)
-        columns = [f"{kind}_{rank}" for rank in ranks for kind in ("class", "probability")]
-        writer.writerow(["file", "problem", *columns])
+        columns = ["file", "problem"]
+        for rank in range(1, num_classes + 1):
+            columns += [f"class_{rank}", f"probability_{rank}"]
+        writer.writerow(columns)
         yield writer
 
 

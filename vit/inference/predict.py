@@ -116,7 +116,8 @@ def _queue(
 
 def _read(queued: Predictions) -> Predictions:
     """Wait for `queued`, and return a copy on the CPU."""
-    pixels = None if queued.pixels is None else queued.pixels.cpu()
     return queued._replace(
-        labels=queued.labels.cpu(), probabilities=queued.probabilities.cpu(), pixels=pixels
+        labels=queued.labels.cpu(),
+        probabilities=queued.probabilities.cpu(),
+        pixels=None if queued.pixels is None else queued.pixels.cpu(),
     )

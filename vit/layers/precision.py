@@ -33,9 +33,8 @@ def has_bf16(device: torch.device) -> bool:
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Return the autocast context for `precision` (fp32, bf16 or fp16) on `device`."""
     assert precision != "auto", "the caller chooses a precision for its device"
-    if precision not in AUTOCAST_DTYPE:
-        return nullcontext()
-    return torch.autocast(device.type, AUTOCAST_DTYPE[precision])
+    dtype = AUTOCAST_DTYPE.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:

@@ -35,34 +35,42 @@ def create_timm_model(
         )
 
     fields = {"img_size": image_size, "num_classes": num_classes, "in_chans": 3, **fields}
-    unknown = list[str]()
-    model: Any = None
-    while model is None:
-        try:
-            model = timm.create_model(name, **fields)
-        except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-            # Python names one unknown argument per attempt, but timm's MetaFormer names all of
-            # them.
-            named = str(error).partition("unexpected keyword argument")[2]
-            refused = [field for field in re.findall(r"'(\w+)'", named) if field in fields]
-            if not refused:
-                if {*unknown} - {"img_size"}:
-                    break  # report unknown fields first, because they may have caused this error
-                raise ValueError(
-                    f"timm {timm.__version__} cannot create {name!r} with {fields}: {error}"
-                ) from error
-            fields = {field: value for field, value in fields.items() if field not in refused}
-            unknown += refused
-
-    # Convolutional networks accept any image size and have no `img_size` argument.
-    lacking = sorted({*unknown} - {"img_size"})
-    if lacking:
-        remedy = " ".join(f"model.{field}=null" for field in lacking)
+    model, unknown = _create_without_unknown(name, fields)
+    if unknown:
+        remedy = " ".join(f"model.{field}=null" for field in unknown)
         raise ValueError(
-            f"timm's {name} has no {', '.join(lacking)}: set {remedy}, or remove these settings"
+            f"timm's {name} has no {', '.join(unknown)}: set {remedy}, or remove these settings"
             " from the config"
         )
 
     model.image_size = height_width(image_size, "image_size")
     model.in_chans = fields["in_chans"]
     return model
+
+
+def _create_without_unknown(name: str, fields: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Return the model, and the `fields` that it does not know, without which it was created.
+
+    Convolutional networks accept any image size and have no `img_size`, so this field is not
+    listed. The model is None if its creation failed in the end, perhaps because fields are missing.
+    """
+    import timm
+
+    unknown: set[str] = set()
+    while True:
+        try:
+            return timm.create_model(name, **fields), sorted(unknown - {"img_size"})
+        except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+            # Python names one unknown argument per attempt, but timm's MetaFormer names all of
+            # them.
+            named = str(error).partition("unexpected keyword argument")[2]
+            refused = {field for field in re.findall(r"'(\w+)'", named) if field in fields}
+            if not refused and unknown - {"img_size"}:
+                return None, sorted(unknown - {"img_size"})
+            if not refused:
+                raise ValueError(
+                    f"timm {timm.__version__} cannot create {name!r} with {fields}: {error}"
+                ) from error
+
+        unknown |= refused
+        fields = {field: value for field, value in fields.items() if field not in refused}

@@ -314,5 +314,9 @@ class StartTimes:
         parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in self.parts_s.items())
         total_s = sum(self.parts_s.values())
         record.log(f"ready in {total_s:.1f} s: {parts}")
-        rounded = {name: round(took_s, 3) for name, took_s in self.parts_s.items()}
-        record.write("ready", step, total_s=round(total_s, 3), parts_s=rounded)
+        record.write(
+            "ready",
+            step,
+            total_s=round(total_s, 3),
+            parts_s={name: round(took_s, 3) for name, took_s in self.parts_s.items()},
+        )

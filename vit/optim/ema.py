@@ -108,8 +108,11 @@ class Ema:
         if self.every_steps > 1 and step % self.steps_per_epoch % self.every_steps:
             return
 
-        followed = [parameter.detach() for parameter in self._followed]
         # Launch a few kernels in total, not one for each of about 150 parameters.
-        torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))
+        torch._foreach_lerp_(
+            self._averaged,
+            [parameter.detach() for parameter in self._followed],
+            1.0 - self.decay_at(step),
+        )
         for averaged, value in self._buffers:
             averaged.copy_(value)

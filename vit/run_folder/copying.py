@@ -68,6 +68,7 @@ class Copy:
         self.folder = folder
         self._url = bare(url)
         self._same: dict[str, tuple[int, int, str]] = {}
+        """The size, the time of the last change and the URL's tag of each file, keyed by name."""
 
     def load(self) -> None:
         """Read the list of identical files. The folder must exist and be locked.
@@ -77,7 +78,10 @@ class Copy:
         try:
             saved = json.loads((self.folder / COPY_FILE).read_text())
             saved_url = str(saved["url"])
-            same = {name: (int(a), int(b), str(c)) for name, (a, b, c) in saved["same"].items()}
+            same = {
+                name: (int(num_bytes), int(changed_ns), str(tag))
+                for name, (num_bytes, changed_ns, tag) in saved["same"].items()
+            }
         except FileNotFoundError:
             if self.folder.is_dir() and any(path.name != ".lock" for path in self.folder.iterdir()):
                 raise ValueError(

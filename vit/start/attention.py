@@ -70,14 +70,17 @@ def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.dev
         except (AttributeError, ImportError, RuntimeError) as error:
             reason = f" ({error}: install FlashAttention 3 and the newest torch)"
 
-    if reason or not _works(kernel, layers[0], config.precision, device):
-        if config.attention == "flash3" and not reason:
+    if not reason:
+        if _works(kernel, layers[0], config.precision, device):
+            return
+        if config.attention == "flash3":
             torch_attention.restore_flash_attention_impl()
-        working = [name for name in KERNELS if _works(name, layers[0], config.precision, device)]
-        raise ValueError(
-            f"train.attention={config.attention} does not work in {config.precision} on this"
-            f" {device.type}{reason}: use auto or {', '.join(working)}"
-        )
+
+    working = [name for name in KERNELS if _works(name, layers[0], config.precision, device)]
+    raise ValueError(
+        f"train.attention={config.attention} does not work in {config.precision} on this"
+        f" {device.type}{reason}: use auto or {', '.join(working)}"
+    )
 
 
 def _works(kernel: str, layer: Any, precision: str, device: torch.device) -> bool:

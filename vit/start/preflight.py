@@ -104,7 +104,7 @@ def preflight(
         "open_files": raise_open_files(needed_files),
         "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
     }
-    numbers["notes"] = notes = list(_notes(loader, world, train, numbers, needed_files))
+    notes = list(_notes(loader, world, train, numbers, needed_files))
 
     free = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     host_line = (
@@ -116,7 +116,7 @@ def preflight(
     )
 
     return Notes(
-        record=numbers,
+        record={**numbers, "notes": notes},
         lines=(
             _data_line(train, evals, index_bytes),
             host_line,

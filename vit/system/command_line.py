@@ -95,15 +95,18 @@ class Parser(argparse.ArgumentParser):
             if option in options or not re.match(r"--?[A-Za-z]", option):
                 continue
 
+            # An argument like "x=y" is a setting, not the value of the option before it.
             value_follows = not equals and re.match(r"[^-=][^=]*$", following)
             if self._hint and value_follows:
                 value = following
                 argument = f"{argument} {value}"
 
-            close = difflib.get_close_matches(option, options, n=1, cutoff=0.8)
-            hint = self._hint(option, value) if self._hint and not close else ""
-            if not hint and (close := difflib.get_close_matches(option, options, n=1)):
-                hint = f"did you mean {close[0]}?"
+            # `_hint` comes before an option that is only somewhat similar.
+            similar = difflib.get_close_matches(option, options, n=1)
+            misspelled = difflib.get_close_matches(option, options, n=1, cutoff=0.8)
+            hint = self._hint(option, value) if self._hint and not misspelled else ""
+            if similar and not hint:
+                hint = f"did you mean {similar[0]}?"
             hints[argument] = hint
 
         return hints

@@ -137,11 +137,11 @@ def parse_gpus(
     The other arguments describe a GPU that is not in the table: its peak at the precision of the
     run, its memory bandwidth and its memory. Either all or none must be given.
     """
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(?:(?P<count>\d+)\s*[x*]\s*)?(?P<name>\S.*?)\s*", text, re.IGNORECASE)
     expected = f"--gpus {text!r}: expected a number and a name, as in 8xH200"
     if match is None:
         raise ValueError(expected)
-    count, name = int(match[1] or 1), match[2]
+    count, name = int(match["count"] or 1), match["name"]
     if count == 0 or re.fullmatch(r"[\d\s*x]*", name, re.IGNORECASE):  # the name is missing
         raise ValueError(expected)
 

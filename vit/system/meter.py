@@ -30,9 +30,8 @@ def steady_s() -> float:
 
     On Linux, the clock continues while the machine sleeps.
     """
-    if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()
+    has_clock = hasattr(time, "CLOCK_BOOTTIME")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if has_clock else time.monotonic()
 
 
 class Meter:

@@ -44,7 +44,7 @@ def on_the_web(url: str) -> bool:
 def unset_variables(text: str) -> list[str]:
     """Return the distinct `${NAME}` names in `text` for which no environment variable is set."""
     names = (
-        reference[1]
+        reference["name"]
         for part in text.split("::")
         if not part.startswith(PIPE)
         for reference in _VARIABLE.finditer(part)
@@ -67,12 +67,13 @@ def resolve(text: str) -> str:
     Raises:
         ShardError: a variable is not set, or the login of a command was not recorded.
     """
-    if unset := unset_variables(text):
+    unset = unset_variables(text)
+    if unset:
         raise ShardError(f"{shown(text)}: {not_set(unset)}")
 
     def value(reference: re.Match[str]) -> str:
         is_escaped = reference[0].startswith("$$")
-        return reference[0][1:] if is_escaped else os.environ[reference[1]]
+        return reference[0][1:] if is_escaped else os.environ[reference["name"]]
 
     parts = []
     for part in text.split("::"):
@@ -81,16 +82,16 @@ def resolve(text: str) -> str:
                 f"{part}: the login was not recorded: repeat the command with an environment"
                 " variable ($NAME) as the login"
             )
-        used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
-        without = bare(used)
+        full = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
+        bare_address = bare(full)
         # A recorded URL lacks its login. Use the login that the user gave for this URL, if any.
-        if MASK in used and without != used:
-            used = _used.get(without, without)
-            _lost_login.add(urllib.parse.urlsplit(used).netloc)
-        elif without != used:
-            _used[without] = used
-        _remember(used)
-        parts.append(used)
+        if MASK in full and bare_address != full:
+            full = _used.get(bare_address, bare_address)
+            _lost_login.add(urllib.parse.urlsplit(full).netloc)
+        elif bare_address != full:
+            _used[bare_address] = full
+        _remember(full)
+        parts.append(full)
 
     return "::".join(parts)
 
@@ -108,7 +109,7 @@ _used: dict[str, str] = {}
 """Maps each bare address to the full address, with its login, that the user gave."""
 _lost_login = set[str]()
 """The hosts whose addresses were recorded without their login."""
-_VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)\}")
+_VARIABLE = re.compile(r"\$?\$\{(?P<name>[A-Za-z_]\w*)\}")
 
 
 def _remember(url: str) -> None:

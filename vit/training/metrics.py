@@ -191,13 +191,14 @@ class AccuracyCounter:
 
     def result(self, world: World) -> Accuracy:
         """Return the totals over all ranks. Waits for the device."""
-        sums = world.sum_(torch.cat([self.sums, self.bins.flatten()])).tolist()
-        images, top1, top5, loss, not_finite = sums[:5]
+        images, top1, top5, loss, not_finite, *bins = world.sum_(
+            torch.cat([self.sums, self.bins.flatten()])
+        ).tolist()
         share = 100.0 / max(images, 1)
         mean = float("nan") if not_finite else loss * LOSS_UNIT / max(images, 1)
 
-        right = sums[5 + ECE_BINS : 5 + 2 * ECE_BINS]
-        confidences = sums[5 + 2 * ECE_BINS :]
+        # The gap of a bin is between its number of right predictions and its sum of confidences.
+        right, confidences = bins[ECE_BINS : 2 * ECE_BINS], bins[2 * ECE_BINS :]
         gaps = [abs(r - c * LOSS_UNIT) for r, c in zip(right, confidences, strict=True)]
         ece = float("nan") if not_finite else sum(gaps) * share
 

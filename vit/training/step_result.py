@@ -111,8 +111,9 @@ class StepResult:
 
         # Copy a single vector, so that the rows need no kernel launch or copy of their own.
         norm_values = [] if norms is None else [norms.values]
-        values = torch.cat([sums, grad_norm[None], *rows, *norm_values])
-        self._values, self._event = _queue_copy(values)
+        self._values, self._event = _queue_copy(
+            torch.cat([sums, grad_norm[None], *rows, *norm_values])
+        )
 
     def read(self) -> StepValues:
         """Wait until the device has finished this step, and return its numbers."""
@@ -123,14 +124,13 @@ class StepResult:
         of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_row_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
 
-        # Each rank reads all reports, possibly thousands, in each step, so use an array.
-
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),
             grad_norm=shared[-1].item(),
             stop=sums[Slot.STOP],
             bad_images=int(sums[Slot.BAD_IMAGES]),
             verdict=int(sums[Slot.VERDICT]),
+            # Each rank reads all reports, possibly thousands, in each step, so use an array.
             rank_reports=shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size),
             losses=np.where(weights > 0, losses, np.float32(np.nan)),
             margins=np.where(weights > 0, row_margins, np.float32(np.nan)),

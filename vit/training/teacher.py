@@ -108,10 +108,11 @@ class Teacher:
             answers: The result of `__call__`, (B, classes).
         """
         config = self.config
-        if config.distill_type == "hard":
-            losses = hard_distillation(logits, answers)
-        else:
-            losses = soft_distillation(logits, answers, config.temperature)
+        losses = (
+            hard_distillation(logits, answers)
+            if config.distill_type == "hard"
+            else soft_distillation(logits, answers, config.temperature)
+        )
         return config.task_loss_weight * task_losses + config.distill_loss_weight * losses
 
     @property
@@ -127,8 +128,9 @@ class Teacher:
         }
 
         step = "" if identity.step is None else f" (step {identity.step:,})"
-        size = "x".join(map(str, identity.image_size))
-        cost = _cost(self.model, identity.model, size, self.precision)
+        cost = _cost(
+            self.model, identity.model, "x".join(map(str, identity.image_size)), self.precision
+        )
         is_soft = self.config.distill_type == "soft"
         kind = f"soft at temperature {self.config.temperature:g}" if is_soft else "hard"
 

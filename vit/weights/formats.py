@@ -222,8 +222,7 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (ValueError, zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
-        has_objects = isinstance(error, ValueError) and "allow_pickle" in str(error)
-        if has_objects:
+        if isinstance(error, ValueError) and "allow_pickle" in str(error):
             raise WeightsError(
                 f"{path} is refused, because it contains pickled objects (numpy's object arrays),"
                 " which can run code: save only arrays of numbers"
@@ -233,8 +232,7 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
     tensors = {}
     for name, array in arrays.items():
         # numpy has no bfloat16, so files from JAX store it as raw items of two bytes.
-        is_bfloat16 = array.dtype.kind == "V" and array.dtype.itemsize == 2
-        if is_bfloat16:
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:
             tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         elif array.dtype.kind in NUMBER_KINDS:
             tensors[name] = torch.from_numpy(array)

@@ -350,10 +350,13 @@ def without_prefix(
     }
 
     def rename(name: str) -> str:
-        # The class around the network may contain the head: net.backbone.norm.bias, net.head.bias.
+        """Return `name` without the parts that it shares with the beginning of `prefix`.
+
+        The class around the network may contain the head: net.backbone.norm.bias, net.head.bias.
+        """
         parts = name.split(".")
-        num_common = sum(takewhile(bool, map(eq, parts, prefix.split("."))))
-        return ".".join(parts[num_common:])
+        num_shared = sum(takewhile(bool, map(eq, parts, prefix.split("."))))
+        return ".".join(parts[num_shared:])
 
     num_prefixed = sum(name.startswith(prefix) for name in own)
     which = "all" if num_prefixed == len(own) else f"{num_prefixed} of {len(own)}"

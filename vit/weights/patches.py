@@ -25,10 +25,13 @@ def fit_patches(source: dict[str, Tensor], target: Mapping[str, Tensor], model: 
     if [weights[name].ndim for weights in (source, target) if name in weights] != [4, 4]:
         return []
 
-    weight, (_, channels, *new) = source[name], target[name].shape
+    weight = source[name]
     old = list(weight.shape[2:])
+    channels, *new = target[name].shape[1:]
     notes = []
     if old != new and first == "patch_embed.proj":
+        # Multiply by the pseudo-inverse of the resize of images, so that a token stays equal if
+        # the image is enlarged with its patches (FlexiViT, arXiv 2212.08013).
         resize = F.interpolate(
             torch.eye(old[0] * old[1]).unflatten(1, (1, *old)),  # each pixel alone
             new,

@@ -101,12 +101,11 @@ def fit_positions(
         raise WeightsError(_unfit(positions.shape[1], grid))
 
     (old_grid, num_prefix), *others = possible
-    notes = []
-    if others:
-        notes.append(
-            f"nothing states the grid of the source's {positions.shape[1]} positions: read as"
-            f" {possible[0]}, but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
-        )
+    ambiguity = (
+        f"nothing states the grid of the source's {positions.shape[1]} positions: read as"
+        f" {possible[0]}, but {' or '.join(map(str, others))} also fits; {_STATE_SIZE}"
+    )
+    notes = [ambiguity] if others else []
 
     if num_prefix > num_own:
         for name, last_position in _last_positions(tokens).items():

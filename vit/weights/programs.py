@@ -13,7 +13,6 @@ programs except ONNX, which stores a graph. Models with a new feature are theref
 until this module lists the feature.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -297,8 +296,9 @@ def _timm_arguments(subject: ProgramModel) -> tuple[str, dict[str, Any]]:
         sized = {"img_size": list(model.image_size)} if hasattr(model, "patch_embed") else {}
         return name, sized | arguments
 
-    sizes = {ours: theirs for theirs, ours in SIZES.items()}
-    size = sizes.get(section.name.removeprefix("vit_").rstrip("0123456789"), "")
+    # A name such as vit_s16 consists of a preset and the patch size.
+    preset = section.name.removeprefix("vit_").rstrip("0123456789")
+    size = {ours: theirs for theirs, ours in SIZES.items()}.get(preset, "")
     name = f"vit_{size}_patch{model.patch_size[0]}_224"
     timm_names = _TIMM_NAMES
     if section.dist_token:
@@ -306,8 +306,8 @@ def _timm_arguments(subject: ProgramModel) -> tuple[str, dict[str, Any]]:
         timm_names = _TIMM_DISTILLED
 
     # timm may change its defaults, so state even the arguments that the name implies.
-    preset = PRESETS[re.sub(r"^vit_|\d+$", "", section.name)]
-    arguments = {key: value for key, value in preset.items() if key == "mlp_ratio"} | arguments
+    implied = {key: value for key, value in PRESETS[preset].items() if key == "mlp_ratio"}
+    arguments = implied | arguments
     if section.pos_embed == "none":
         arguments["pos_embed"] = "none"
     shape = {

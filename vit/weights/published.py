@@ -555,13 +555,12 @@ def describe_published(
         head_classes: Number of rows of the model's head. Only the counts are compared, because
             these weights have no class names.
     """
-    counts = ""
-    if num_classes != head_classes:
-        counts = (
-            f"; the data have {num_classes} classes, but the model has {head_classes}: labels are"
-            " compared by number"
-        )
-
+    counts = (
+        f"; the data have {num_classes} classes, but the model has {head_classes}: labels are"
+        " compared by number"
+        if num_classes != head_classes
+        else ""
+    )
     if model.top1 is None or model.top5 is None:
         return f"{model.name}: {model.source}{counts}"
 
