@@ -80,14 +80,16 @@ def create_model(
 
         return create_timm_model(name.removeprefix("timm/"), **fields)
 
-    match = re.fullmatch(rf"vit_({'|'.join(PRESETS)})([1-9]\d*)", name)
+    match = re.fullmatch(rf"vit_(?P<size>{'|'.join(PRESETS)})(?P<patch>[1-9]\d*)", name)
     if match is None:
         usual_names = [f"vit_{size}{patch}" for patch in (16, 14, 32, 8) for size in PRESETS]
         raise ValueError(
             f"unknown model {name!r}{did_you_mean(name, usual_names)}: expected"
             f" vit_{{{','.join(PRESETS)}}}{{patch}}, such as vit_b16, or timm/<name>"
         )
-    return VisionTransformer(**{**PRESETS[match[1]], "patch_size": int(match[2]), **fields})
+    return VisionTransformer(
+        **{**PRESETS[match["size"]], "patch_size": int(match["patch"]), **fields}
+    )
 
 
 class Attention(nn.Module):

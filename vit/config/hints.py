@@ -150,12 +150,13 @@ def setting_for(option: str, value: str) -> str:
         return ADVICE[_word(name)]
 
     keys = all_keys()
+    has_section = "." in name
     # Without a section, an option is compared with the last part of each key, except `name`, which
     # several sections have.
-    named = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
-    named |= _FROM_OTHER_NAME if "." not in name else {key: key for key in keys}
-    meant = [named[word] for word in difflib.get_close_matches(name, named, n=1, cutoff=0.85)]
-    if "." in name and not meant:
+    key_of = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
+    key_of |= {key: key for key in keys} if has_section else _FROM_OTHER_NAME
+    meant = [key_of[word] for word in difflib.get_close_matches(name, key_of, n=1, cutoff=0.85)]
+    if has_section and not meant:
         meant = _meant(name, keys, cutoff=0.85)
     if not meant:
         return ""

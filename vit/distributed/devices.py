@@ -53,6 +53,7 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
+            # Keep only the first sentence of the first line.
             reason = _with_remedy(str(error).split(". ")[0].splitlines()[0].rstrip("."))
 
     are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

@@ -425,10 +425,10 @@ def out_of_memory(error: Exception) -> str:
     )
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
-    elif request := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text):
-        reason = f"out of memory, {int(request[1]) / 2**30:.2f} GiB more were requested"
-    elif request := re.search(r"Unable to allocate ([\d.]+ \w+)", text):
-        reason = f"out of memory, {request[1]} more were requested"
+    elif request := re.search(r"DefaultCPUAllocator: .*?(?P<bytes>\d+) bytes", text):
+        reason = f"out of memory, {int(request['bytes']) / 2**30:.2f} GiB more were requested"
+    elif request := re.search(r"Unable to allocate (?P<size>[\d.]+ \w+)", text):  # numpy
+        reason = f"out of memory, {request['size']} more were requested"
     elif is_out_of_memory:
         reason = "out of memory"
     else:

@@ -211,7 +211,10 @@ class World:
         return result if self.is_main else function()  # type: ignore[return-value]
 
     def _share(self, function: Callable[[], T], shared: Callable[[T], Any]) -> Any:
-        """Call `function` on rank 0 and return its result. Other ranks return `shared(result)`."""
+        """Call `function` on rank 0 and return its result. Other ranks return `shared(result)`.
+
+        Rank 0 posts a problem or a result in the store, for which the other ranks wait.
+        """
         if self.store is None:
             return function()
 

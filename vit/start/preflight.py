@@ -260,9 +260,8 @@ def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[
     if step >= last:
         return
 
-    first_row = batches.first_row
-    end_row = first_row + batches.layout.num_rows
-    samples = [batches.order.rows(later, first_row, end_row) for later in range(step, last)]
+    rows = (batches.first_row, batches.first_row + batches.layout.num_rows)
+    samples = [batches.order.rows(later, *rows) for later in range(step, last)]
     folder = None
     needed_bytes = missing_bytes = 0
     for split, split_samples in batches.split.divided(np.unique(np.concatenate(samples))):

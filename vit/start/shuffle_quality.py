@@ -57,6 +57,7 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     """
     num_steps = order.steps_per_shuffle
     num_batches = min(NUM_BATCHES, num_steps)
+    # Divide the shuffle into `num_batches` equal parts, and take the batch in the middle of each.
     steps = (2 * np.arange(num_batches) + 1) * num_steps // (2 * num_batches)
 
     shares = order.shares or (Share(len(labels), len(labels)),)
@@ -64,6 +65,7 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     for share in shares:
         numbers = range(share.num_samples) if share.chosen is None else share.chosen
         counts = count_labels(labels[share.first :], numbers, len(class_sizes))
+        # A source of few samples may draw each of them several times.
         class_sizes += np.round(counts * (share.num_draws / share.num_samples)).astype(np.int64)
 
     draws = replace(order, shares=())

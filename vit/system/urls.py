@@ -234,14 +234,14 @@ def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
     """Return the headers for a host in `HEADER_VARIABLE`. Raises ShardError for an invalid line."""
     headers = {}
     for line in filter(None, map(str.strip, os.environ.get(HEADER_VARIABLE, "").splitlines())):
-        match = re.fullmatch(r"([\w.*\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
+        match = re.fullmatch(r"(?P<host>[\w.*\[\]:-]+)\s+(?P<name>[\w-]+):\s*(?P<value>\S.*)", line)
         if match is None:
             raise ShardError(
                 f"{HEADER_VARIABLE}: expected lines with a host, a header and its value, such as"
                 f" {HEADER_VARIABLE}='data.example.org Authorization: Bearer ...'"
             )
-        if any(fnmatch.fnmatchcase(host, match[1].lower()) for host in _names(parts)):
-            headers[match[2]] = match[3]
+        if any(fnmatch.fnmatchcase(host, match["host"].lower()) for host in _names(parts)):
+            headers[match["name"]] = match["value"]
     return headers
 
 

@@ -192,6 +192,7 @@ class TreeSum:
             self._bucket_of[parameter] = bucket
             bucket.num_parameters += 1
             place = _multiple_of(ALIGNED_VALUES, place + parameter.numel())
+            # A float32 value has 4 bytes.
             if 4 * (place - bucket.first) >= bucket_bytes or parameter is self._parameters[-1]:
                 # Each rank's piece of the bucket must also be a multiple of `ALIGNED_VALUES`.
                 unit = ALIGNED_VALUES * self.world.size
