@@ -139,6 +139,7 @@ class Attention(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        """Return the output of the layer: (B, N, D) -> (B, N, D)."""
         q, k, v = self.project(x, rope)
         # Compute softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never
         # stores the N x N attention matrix. The function does not know about `self.training`, so

@@ -225,6 +225,7 @@ class Monitor:
                 raise problem
 
     def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
+        """Start the counts of an interval at the time `began`."""
         self._began = began
         self._last_step_at = began
         self._stats_before = stats_before

@@ -100,6 +100,7 @@ def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
     except OSError as error:
         raise _unwritable(folder, error) from None
 
+    # The margin is for `checkpoint.json` and the blocks of the file system.
     if free_bytes < needed_bytes * 1.01 + 2**20:
         raise CheckpointError(
             f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, but the disk has only"

@@ -67,6 +67,7 @@ def find_checkpoint(
     """
 
     def read_newest() -> tuple[str, dict] | None:
+        """Return the name and content of the newest checkpoint; None without one. Rank 0 only."""
         newest = checkpoints.newest_checkpoint(
             folder, verify=True, log_line=lambda text: print(text, file=sys.stderr)
         )
@@ -186,6 +187,7 @@ def restart_best(folder: Path, state: RunState, world: World) -> None:
         return
 
     def check_best_file() -> str:
+        """Return why the file does not match `state`, or "". Rank 0 only."""
         path = weights_file(folder, "best")
         try:
             with safe_open(path, framework="pt") as file:
@@ -243,6 +245,7 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
         world.gather("settings", _shared(settings))
 
     def report() -> None:
+        """Raise ValueError with the differences between rank 0 and the first rank that differs."""
         by_rank = world.gather("settings", _shared(settings))
         rank = next(rank for rank, values in enumerate(by_rank) if values != by_rank[0])
         differing = config_io.differences(by_rank[0], by_rank[rank]).items()

@@ -215,6 +215,7 @@ def _eval_set_rules(config: EvalConfig) -> Iterator[str]:
 
 
 def _channel_rules(data: DataConfig, in_chans: int) -> Iterator[str]:
+    """Check that mean and std have one value, or one per channel."""
     allowed = "1" if in_chans == 1 else f"1 or {in_chans}"
     for key, number in (("mean", len(data.mean)), ("std", len(data.std))):
         if number not in (1, in_chans):

@@ -161,6 +161,7 @@ def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
 
 
 def _expected(item: Mapping[str, Any]) -> str:
+    """Return in words what was expected in place of the wrong value of a Pydantic error."""
     context = item.get("ctx", {})
     if item["type"] == "missing":
         return f"at least {len(item['input']) + 1} values"

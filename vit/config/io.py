@@ -269,6 +269,7 @@ def _build(loader: _StrictLoader, source: str) -> tuple[dict[str, Any], dict[Key
     problems: list[str] = []
 
     def build(node: yaml.Node, path: Key) -> Any:
+        """Return the value of a node, and add its keys to `lines` and `problems`."""
         if not isinstance(node, yaml.MappingNode):
             return loader.construct_object(node, deep=True)
 

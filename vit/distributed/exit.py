@@ -115,6 +115,7 @@ class StopSignals:
         )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Store the signal. Raise an exception if the process must end immediately."""
         is_second = bool(self.received)
         # Code such as `__del__` may swallow the exception, so set this before raising.
         self.received = signal.Signals(number).name

@@ -171,6 +171,7 @@ def _agree_on_device(
         world.gather("rank", own)
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
+        """Return the kind of device, and (host, number of ranks) in the order of the ranks."""
         # Gather inside `decide`, so that all ranks raise the error if one rank does not join.
         devices = [HostDevices(**rank["found"]) for rank in world.gather("rank", own, limit)]
         kind, notes = choose_device(device, setting, devices)
@@ -181,8 +182,11 @@ def _agree_on_device(
         return kind, [(host, len(list(row))) for host, row in rows]
 
     kind, rows = world.broadcast_from_main(decide)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    chosen = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if kind == "cuda"
+        else torch.device("cpu")
+    )
     if world.size == 1:
         return replace(world, device=chosen)
 

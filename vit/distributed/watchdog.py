@@ -221,6 +221,7 @@ class Watch:
         )
 
     def _beat(self, number: int) -> list[int | str | bool]:
+        """Return the fields of `_Seen` that this rank sends."""
         return [number, self._count, self._step, self._doing, self._is_away]
 
     def _verdict(
@@ -270,6 +271,7 @@ class Watch:
 
 
 def _updated(seen: _Seen, beat: list[Any], now: float) -> _Seen:
+    """Return what is known of a rank after its latest `beat`, which may be the same as before."""
     number, count, *_ = beat
     return replace(
         _Seen(*beat),

@@ -119,6 +119,7 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
 
 
 def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
+    """Yield the names on `stdin`, which zero bytes or line ends separate."""
     content = stdin.read()
     separator = b"\0" if b"\0" in content else b"\n"
     for line in content.split(separator):

@@ -87,6 +87,7 @@ def check_images(images: Tensor, in_chans: int, image_size: tuple[int, int]) -> 
 
 
 def _size_problems(image_size: tuple[int, int], patch_size: tuple[int, int]) -> list[str]:
+    """Return a message for each side that does not consist of whole patches."""
     sides = zip(("height", "width"), image_size, patch_size, strict=True)
     return [
         f"image {side} {size} is not a multiple of patch {side} {patch}: the nearest that work"

@@ -128,6 +128,7 @@ class PatchDropout(nn.Module):
         self.num_prefix_tokens = num_prefix_tokens
 
     def forward(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return a random subset of the patches, (B, P + kept, D), and their rotations."""
         if not self.training:
             return x, rope
 

@@ -38,6 +38,7 @@ class NormedPatchEmbed(nn.Module):
         self.norm = create_norm("layernorm", embed_dim)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Embed normalized patches: (B, C, H, W) -> (B, h*w, D)."""
         height, width = self.patch_size
         # (B, C, H, W) -> (B, h, w, C, height, width)
         grid = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))

@@ -90,6 +90,7 @@ def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
         return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
 
     def is_exempt(name: str, parameter: Tensor) -> bool:
+        """Return whether the rule exempts the parameter `name`."""
         if rule == "nothing":
             return False
 
@@ -148,6 +149,7 @@ def _matrices(rule: str) -> Callable[[str, Tensor], bool]:
     """
 
     def is_matrix(name: str, parameter: Tensor) -> bool:
+        """Return whether Muon updates the parameter `name`."""
         if rule == "blocks":
             return name.startswith("blocks.") and parameter.ndim == 2
         # timm's rule: timm/optim/muon.py, _is_suitable_for_muon.

@@ -129,6 +129,7 @@ def _lamb(groups: Groups, config: LambConfig) -> torch.optim.Optimizer:
 
 
 def _nadamw(groups: Groups, config: NAdamWConfig) -> torch.optim.Optimizer:
+    """Create NAdamW, which counts its steps on the GPU."""
     from timm.optim import NAdamW
 
     return _counting_on_device(
@@ -139,6 +140,7 @@ def _nadamw(groups: Groups, config: NAdamWConfig) -> torch.optim.Optimizer:
 
 
 def _muon(groups: Groups, config: MuonConfig) -> torch.optim.Optimizer:
+    """Create Muon or AdaMuon, with Adam's moments for parameters that are not matrices."""
     from timm.optim import Muon
 
     _iterate_in_fp32_on_cpus()
@@ -179,6 +181,7 @@ def _iterate_in_fp32_on_cpus() -> None:
 
 
 def _adafactor(groups: Groups, config: AdafactorConfig) -> torch.optim.Optimizer:
+    """Create Adafactor in big_vision's form."""
     from timm.optim import AdafactorBigVision
 
     return AdafactorBigVision(
@@ -228,6 +231,7 @@ def _momentum(parameter: Tensor, config: SgdConfig, group: dict[str, Any]) -> St
 
 
 def _muon_state(parameter: Tensor, config: MuonConfig, group: dict[str, Any]) -> State:
+    """Return Muon's or AdaMuon's state, or Adam's moments for a parameter that is no matrix."""
     if not group["use_muon"]:
         return _moments(parameter, config, group)
     state = {"momentum_buffer": _zeros_like(parameter)}
@@ -238,6 +242,7 @@ def _muon_state(parameter: Tensor, config: MuonConfig, group: dict[str, Any]) ->
 
 
 def _adafactor_state(parameter: Tensor, config: AdafactorConfig, group: dict[str, Any]) -> State:
+    """Return Adafactor's state, with second moments by row and column for large matrices."""
     shape = parameter.shape
     # Factor the two longest dimensions, as big_vision/optax.py and timm's _factored_dims do.
     longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))[-2:]

@@ -54,6 +54,7 @@ class Undo:
 
     @torch.no_grad()
     def _restore(self, optimizer: Any, args: object, kwargs: object) -> None:
+        """Add old minus new values to all tensors if `found_inf` is 1, and zeros if it is 0."""
         for kind, difference in self._saved.items():
             live = self._live[kind]
             torch._foreach_sub_(difference, live)

@@ -37,6 +37,7 @@ def load_initial_weights(
     checkpoint = config.init.checkpoint
 
     def read() -> dict[str, Any]:
+        """Load the weights into `model`, and return the facts about them. Rank 0 only."""
         assert checkpoint is not None, "the caller checks"
         loaded = read_weights(checkpoint)
         for line in _load(

@@ -146,6 +146,7 @@ def _lacking_memory(
 
 
 def _data_line(train: AugmentedBatches, evals: Sequence[EvalBatches], index_bytes: int) -> str:
+    """Return a log line with the sizes of the training and evaluation data."""
     splits = [each.split for each in evals]
     further = f" ({len(splits)} splits)" if len(splits) > 1 else ""
     return (

@@ -80,6 +80,7 @@ MI300X        1307.4  163.4  191.7  5300.0  \bMI300X\b
 
 
 def _read_row(row: str) -> Gpu:
+    """Read a row of the table: name, TFLOP/s in bf16 and fp32, GiB, GB/s, and a pattern."""
     name, bf16, fp32, memory, bandwidth, pattern = row.split(maxsplit=5)
     return Gpu(
         name=name,

@@ -209,6 +209,7 @@ class _Guarded:
         self._lost = (OSError,) if is_view else ()
 
     def write(self, text: str) -> int:
+        """Write `text` without secrets and control characters. Return its length."""
         clean = _COMMANDS.sub(lambda match: repr(match[0])[1:-1], shown(text))
         encoding = self._stream.encoding or "utf-8"
         clean = clean.encode(encoding, "backslashreplace").decode(encoding)

@@ -201,6 +201,7 @@ def _server_or_folder(address: str) -> str:
 
 
 def _wait(pause_s: float, while_waiting: Callable[[], None] | None) -> None:
+    """Sleep for `pause_s`, and call `while_waiting` several times per second."""
     resume_s = time.monotonic() + pause_s
     while (left_s := resume_s - time.monotonic()) > 0:
         if while_waiting is not None:

@@ -167,6 +167,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _choices(inside: str) -> list[str]:
+    """Return the alternatives inside a pair of braces; [] if it is no pattern."""
     bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
     if bounds is None:
         return inside.split(",") if "," in inside else []

@@ -108,6 +108,7 @@ def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
     """Make forward passes print a line for each stage and each part of the first block."""
 
     def report(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Print the shapes of a module's input and output, and its number of parameters."""
         before, after = (
             f"({', '.join(map(str, ('B', *tensor.shape[1:])))})" for tensor in (inputs[0], output)
         )

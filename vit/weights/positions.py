@@ -162,6 +162,7 @@ _STATE_SIZE = (
 
 
 def _unfit(length: int, grid: tuple[int, int] | None) -> str:
+    """Return the message for a number of positions that fits no grid."""
     stated = "" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
     return (
         f"the source's pos_embed has {length} positions, which do not form"

@@ -81,9 +81,8 @@ def identify(
 
     overrides = {key: options[key] for key in TIMM_OPTIONS if key in options}
     model = _by_program(arch, options) or (_from_timm(arch, overrides) if overrides else None)
-    if model is None:
-        with suppress(ValueError):  # `arch` may be another program's name or a Python class.
-            model = _by_name(arch, or_defaults=True)
+    with suppress(ValueError):  # `arch` may be another program's name or a Python class.
+        model = model or _by_name(arch, or_defaults=True)
     if model is None:
         return _by_file_name(file)
 
@@ -388,6 +387,7 @@ def _from_settings(
 
 
 def _nearest(name: str) -> str:
+    """Return a suggestion of similar names in the table and in timm, or ""."""
     names = [row.name for row in KNOWN]
     with suppress(ImportError):
         import timm

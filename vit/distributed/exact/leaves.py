@@ -60,6 +60,7 @@ def check_leaves(model: nn.Module) -> None:
 
 
 def _num_threads() -> int:
+    """Return OMP_NUM_THREADS, or 1 if it is unset."""
     variable = os.environ.get("OMP_NUM_THREADS", "1")
     if not variable.isdecimal() or not int(variable):
         raise ValueError(
