@@ -407,8 +407,11 @@ def problem_of(error: Exception) -> str:
     if isinstance(error, ValueError) and _is_ours(error):
         return str(error)
     first_line = (str(error).strip().splitlines() or [""])[0]
-    message = _whose_remedy_is_known(error) or _lost_connection(error)
-    return shown(message or f"{type(error).__name__}: {first_line}".rstrip(": "))
+    return shown(
+        _whose_remedy_is_known(error)
+        or _lost_connection(error)
+        or f"{type(error).__name__}: {first_line}".rstrip(": ")
+    )
 
 
 def out_of_memory(error: Exception) -> str:

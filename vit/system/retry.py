@@ -85,8 +85,8 @@ class RetryPolicy:
         global _retries
         place = _server_or_folder(address)
         began = time.time(), steady_s()
-        failed_s = 0.0
-        refusals = 0
+        failed_s = 0.0  # the time of the first failure, or 0
+        refusals = 0  # the number of consecutive failures that are probably final
 
         for number in itertools.count(1):
             try:
@@ -113,11 +113,7 @@ class RetryPolicy:
                 _retries += 1  # This need not be atomic, because the number is only reported.
                 failed_s += outage.wait(now_s, pause_s, while_waiting)
             else:
-                ended = _outages.pop(place, None)
-                if ended is not None and ended.is_reported:
-                    log.warning(
-                        "%s: answers again after %.0f s", address, steady_s() - ended.began[1]
-                    )
+                _end_outage(place, address)
                 return result
         raise AssertionError("unreachable")
 
@@ -193,6 +189,13 @@ def _outage_of(place: str, began: tuple[float, float], failed_s: float) -> _Outa
     if outage is not None and time.monotonic() > outage.awaited_until_s + FORGOTTEN_AFTER_S:
         _outages.pop(place, None)
     return _outages.setdefault(place, _Outage(began, failed_s, failed_s, failed_s + WARN_AFTER_S))
+
+
+def _end_outage(place: str, address: str) -> None:
+    """Forget the outage of `place`, which has answered. Log the end if the outage was logged."""
+    ended = _outages.pop(place, None)
+    if ended is not None and ended.is_reported:
+        log.warning("%s: answers again after %.0f s", address, steady_s() - ended.began[1])
 
 
 def _server_or_folder(address: str) -> str:

@@ -424,9 +424,12 @@ def _stated_grid(
     for content in (object_in(config), options):
         with suppress(LookupError, TypeError, AttributeError):
             made_with = content.get("model_args") or content.get("model_kwargs") or {}
-            size = made_with.get("img_size") or content.get("image_size") or content.get("img_size")
-            size = size or (content.get("pretrained_cfg") or content)["input_size"]
-
+            size = (
+                made_with.get("img_size")
+                or content.get("image_size")
+                or content.get("img_size")
+                or (content.get("pretrained_cfg") or content)["input_size"]
+            )
             sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
             patch = weights["patch_embed.proj.weight"].shape[2:]
             grid = sides[0] // patch[0], sides[1] // patch[1]

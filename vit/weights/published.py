@@ -129,6 +129,7 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     or_defaults: if a name without a tag is shared by several weights, use timm's default settings.
     """
     name = re.sub(r"^(hf[-_]hub:)?(timm/)?", "", full_name)
+    # The weights with exactly this name, or else those whose name differs only in a tag.
     rows = [row for row in (*KNOWN, *BIG_VISION) if row.name == name] or [
         row for row in KNOWN if row.name.partition(".")[0] == name
     ]
