@@ -85,9 +85,8 @@ def finetune(
         return
 
     world.barrier()  # rank 0 may still be writing weights or drawing the report
-    after = evaluate_weights(
-        read_once(lambda: read_weights(local_folder(tuned.run)), world), tuned, world, out
-    )
+    trained = read_once(lambda: read_weights(local_folder(tuned.run)), world)
+    after = evaluate_weights(trained, tuned, world, out)
     if not world.is_main:
         return
 

@@ -261,8 +261,8 @@ def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[
     if step >= last:
         return
 
-    rows = (batches.first_row, batches.first_row + batches.layout.num_rows)
-    samples = [batches.order.rows(later, *rows) for later in range(step, last)]
+    own_rows = (batches.first_row, batches.first_row + batches.layout.num_rows)
+    samples = [batches.order.rows(later, *own_rows) for later in range(step, last)]
     folder = None
     needed_bytes = missing_bytes = 0
     for split, split_samples in batches.split.divided(np.unique(np.concatenate(samples))):
