@@ -122,12 +122,14 @@ def _summary(by_set: dict[str, tuple[EvalSet, Evaluation]], mismatch: str) -> di
     """
     further_sets = dict(by_set)
     scored, evaluation = further_sets.pop(VAL)
+
     summary: dict[str, Any] = {
         "num_images": scored.split.num_samples,
         **_as_json(evaluation.accuracy),
     }
     if mismatch:
         summary["note"] = mismatch
+
     if further_sets:
         summary["sets"] = {
             name: {**_as_json(evaluation.accuracy), "num_skipped": scored.num_skipped}

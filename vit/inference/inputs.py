@@ -158,6 +158,7 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
     except (OSError, ValueError) as error:
         if is_named:
             raise
+
         reason = (
             f"cannot be read ({error.strerror})"
             if isinstance(error, OSError)

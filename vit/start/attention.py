@@ -63,7 +63,7 @@ def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.dev
             " no attention: set auto"
         )
 
-    reason = ""
+    reason = ""  # why flash3 cannot be activated
     if config.attention == "flash3":
         try:
             torch_attention.activate_flash_attention_impl("FA3")

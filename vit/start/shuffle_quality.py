@@ -116,6 +116,8 @@ def _expected_classes(class_sizes: NDArray[np.int64], num_images: int) -> float:
     """
     total = int(class_sizes.sum())
     expected = 0.0
+
+    # Classes of the same size have the same probability.
     sizes, counts = np.unique(class_sizes[class_sizes > 0], return_counts=True)
     for size, num_classes in zip(sizes.tolist(), counts.tolist(), strict=True):
         num_others = total - size
@@ -125,6 +127,7 @@ def _expected_classes(class_sizes: NDArray[np.int64], num_images: int) -> float:
             else 0.0
         )
         expected += num_classes * (1.0 - missed)
+
     return expected
 
 

@@ -180,6 +180,7 @@ def parse_run_words(
         help="run folder (default: the newest run under runs/), and settings that differ from the"
         " run's, such as data.root=ELSEWHERE",
     )
+
     args = parser.parse_intermixed_args(arguments)
     args.overrides = [word for word in args.words if re.match(r"[a-z]+\.\w+=", word)]
     folders = [word for word in args.words if word not in args.overrides]

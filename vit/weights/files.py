@@ -289,6 +289,7 @@ def _only_file_in(path: Path) -> Path:
     `launch/export.py` can write Google's .npz file to such a folder, which timm accepts.
     """
     files = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
+
     if len(files) > 1:
         raise WeightsError(
             f"{path} contains {few(sorted(file.name for file in files))}: pass the path of one of"
@@ -299,6 +300,7 @@ def _only_file_in(path: Path) -> Path:
             f"{path}: expected a run folder (with weights/ or checkpoints/), a checkpoint folder,"
             f" or a Hugging Face folder (with {HUB_FILES[0]})"
         )
+
     return files[0]
 
 
@@ -394,6 +396,7 @@ def _from_other_program(path: Path, content: Content) -> LoadedWeights:
     tensors, notes = without_prefix(content.tensors, path)
     layout = layout_of(tensors)
     weights, dropped = to_ours(layout, tensors) if layout else (tensors, [])
+
     settings = path.with_name("config.json")
     return LoadedWeights(
         path,
@@ -430,6 +433,7 @@ def _stated_grid(
                 or content.get("img_size")
                 or (content.get("pretrained_cfg") or content)["input_size"]
             )
+
             sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
             patch = weights["patch_embed.proj.weight"].shape[2:]
             grid = sides[0] // patch[0], sides[1] // patch[1]

@@ -292,6 +292,7 @@ def _why_not_opened(error: Exception, protocol: int) -> str:
     else:
         # Keep only the first sentence of torch's message, because the others are for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
+
     return f"truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it again"
 
 
