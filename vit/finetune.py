@@ -67,9 +67,9 @@ def finetune(
             f" {split.num_classes}"
         )
 
-    before: dict[str, Result] = {}
+    results_before: dict[str, Result] = {}
     if base is not None and not problem:
-        before = _evaluate_before(loaded, base, tuned, world, out)
+        results_before = _evaluate_before(loaded, base, tuned, world, out)
     elif world.is_main:
         print(f"accuracy before fine-tuning not measured: {problem}", file=out)
 
@@ -94,13 +94,13 @@ def finetune(
     is_right = after.evaluation.predictions == labels
     differences = {
         name: paired_difference(result.evaluation.predictions == labels, is_right)
-        for name, result in before.items()
+        for name, result in results_before.items()
     }
 
-    if base is not None and before:
+    if base is not None and results_before:
         _print_differences(differences, base, tuned, split.num_samples, out)
     if as_json:
-        summary = after.as_json | {name: result.as_json for name, result in before.items()}
+        summary = after.as_json | {name: result.as_json for name, result in results_before.items()}
         summary["difference"] = {name: asdict(value) for name, value in differences.items()}
         print(json.dumps(summary))
 
@@ -155,14 +155,14 @@ def _evaluate_before(
     }
 
     selected = tuned.init.select_classes
-    before = {
+    results = {
         "before": evaluate_weights(loaded, with_settings(base, settings), world, out, selected)
     }
 
     if tuned.model.size_text() != base.model.size_text():
         settings["model.image_size"] = tuned.model.image_size
         settings |= {f"eval.{key}": getattr(tuned.eval, key) for key in VIEW_KEYS}
-        before["before_resized"] = evaluate_weights(
+        results["before_resized"] = evaluate_weights(
             loaded, with_settings(base, settings), world, out, selected
         )
-    return before
+    return results

@@ -84,10 +84,10 @@ class SampleLosses:
         All ranks must call this after the same steps.
         """
         batch_size = self._plan.global_batch_size
-        at_once = max(PIECE // batch_size, 1)
+        steps_per_piece = max(PIECE // batch_size, 1)
         collected: list[WrittenLosses] = []
-        for start in range(0, len(self._steps), at_once):
-            steps = self._steps[start : start + at_once]
+        for start in range(0, len(self._steps), steps_per_piece):
+            steps = self._steps[start : start + steps_per_piece]
             # Each rank fills its own columns of an array of zeros. Summing the values' bits as
             # integers preserves every bit, even of NaN.
             bits = np.zeros((len(steps), batch_size), np.int32)

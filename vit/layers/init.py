@@ -34,14 +34,14 @@ def undrawn() -> Iterator[None]:
 
         return leave
 
-    before = {name: getattr(nn.init, name) for name in _DRAWS}
-    for name, draw in before.items():
+    draws = {name: getattr(nn.init, name) for name in _DRAWS}
+    for name, draw in draws.items():
         setattr(nn.init, name, instead_of(draw))
 
     try:
         yield
     finally:
-        for name, draw in before.items():
+        for name, draw in draws.items():
             setattr(nn.init, name, draw)
 
 

@@ -47,14 +47,14 @@ def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoint folders of a run, newest first."""
-    before: list[Path] | None = None
+    previous_folders: list[Path] | None = None
     while True:
         folders = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
         complete = [folder for folder in folders if (folder / INFO_FILE).is_file()]
         # A live run may have replaced all listed checkpoints with newer ones, so list them again.
-        if complete or folders == before:
+        if complete or folders == previous_folders:
             return complete
-        before = folders
+        previous_folders = folders
 
 
 def surplus_checkpoints(names: Sequence[str], settings: CheckpointConfig) -> list[str]:

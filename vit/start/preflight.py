@@ -225,8 +225,8 @@ def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "r
     saved_bytes = sum(path.stat().st_size for path in saved if path.is_file())
     # At least one checkpoint is written before any file is removed.
     more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
-    above = (folder.absolute(), *folder.absolute().parents)
-    free_bytes = shutil.disk_usage(next(each for each in above if each.is_dir())).free
+    folders = (folder.absolute(), *folder.absolute().parents)
+    free_bytes = shutil.disk_usage(next(each for each in folders if each.is_dir())).free
 
     parts = needs.in_words(size_text)
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:

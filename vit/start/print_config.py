@@ -56,10 +56,10 @@ def describe(
     }
 
     # Do not retry, because printing a config must not wait for storage that does not respond.
-    at_once = config_io.with_settings(config, {"loader.patience_s": 0.0})
+    without_retries = config_io.with_settings(config, {"loader.patience_s": 0.0})
     try:
-        val_split = open_split(at_once, config.data.val_split)
-        splits = reader.open_splits(at_once)
+        val_split = open_split(without_retries, config.data.val_split)
+        splits = reader.open_splits(without_retries)
     except ShardError as error:
         derived, num_classes = _assume_data(config, world_size, error)
     else:

@@ -162,8 +162,8 @@ class AccuracyCounter:
         if accepted is None:
             loss = cross_entropy(logits, is_right.float())
         else:
-            among = logits.masked_fill(~is_right, -math.inf)
-            loss = logits.logsumexp(1) - among.logsumexp(1)
+            accepted_logits = logits.masked_fill(~is_right, -math.inf)
+            loss = logits.logsumexp(1) - accepted_logits.logsumexp(1)
 
         finite = loss.isfinite()
         counts = (valid, top1, top5, _fixed_point(loss, finite), ~finite)

@@ -96,18 +96,18 @@ def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
 def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
     """Return the peak memory of `TreeSum` on a rank: partial sums, the gradients of a leaf, and
     pieces from other ranks. num_values: total number of gradient values."""
-    most = 0
+    max_held = 0
     received = 0
     for rank in range(num_ranks):
         stack = Stack(num_leaves)
         for leaf in leaves_of(rank, num_ranks, num_leaves):
-            most = max(most, len(stack.nodes) + 1)
+            max_held = max(max_held, len(stack.nodes) + 1)
             stack.push(Node(0, leaf))
         received += len(stack.nodes)
 
     if num_ranks == 1:
         received = 0
-    return 4 * (most * num_values + received * num_values // num_ranks)
+    return 4 * (max_held * num_values + received * num_values // num_ranks)
 
 
 def tree_sum(values: Tensor) -> Tensor:
