@@ -132,21 +132,24 @@ def _log_results(
 
     if step == run.plan.total_steps:
         best = max(result.accuracy.top1 for result in results[VAL].values())
-        if note := _constant_note(run.evaluators[0].split, best):
+        if note := _constant_note(run.evaluators[0].split, best, run.config.init.checkpoint):
             run.record.log(note)
 
 
-def _constant_note(split: Split, top1: float) -> str:
+def _constant_note(split: Split, top1: float, first_weights: str | None) -> str:
     """Return a note if always answering the largest class of `split` is as accurate as `top1`
-    percent, else ""."""
+    percent, else "". first_weights: the run's `init.checkpoint`."""
     counts = np.bincount(split.index["label"])
     share = 100 * counts.max() / split.num_samples
     if top1 > share + 1e-9:
         return ""
 
+    remedy = "start from trained weights (init.checkpoint)"
+    if first_weights:
+        remedy = "use a smaller learning rate (optim.lr), which changes the weights less"
     name = split.class_names[counts.argmax()] if split.class_names else counts.argmax()
     return (
         f"note: {top1:.2f} % top-1 is not more than the {share:.2f} % of always answering the"
         f" largest class, {name}: the model has learned nothing useful; train longer"
-        " (train.epochs), or start from trained weights (init.checkpoint)"
+        f" (train.epochs), or {remedy}"
     )

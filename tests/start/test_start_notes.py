@@ -48,6 +48,27 @@ def test_a_model_that_is_no_better_than_the_largest_class_gets_a_note(config, tm
 
 
 @pytest.mark.slow
+def test_trained_weights_that_answer_one_class_get_a_note_about_the_rate(config, tmp_path, capfd):
+    """The report of lucidrains/vit-pytorch#34: Adam at 1e-2 destroys pretrained weights, and more
+    training or other weights would not help."""
+    base = [*TINY, f"run.dir={tmp_path / 'base'}", "train.steps=2", "ema.decay=null"]
+    notes_of(capfd, "--config", config, *base, "optim.lr=1e-12")
+    tuned = [*TINY, f"run.dir={tmp_path / 'tuned'}", "train.steps=2", "eval.every_steps=2"]
+    tuned += [f"init.checkpoint={tmp_path / 'base'}", "optim.lr=1e-12", "ema.decay=null"]
+    (note,) = [n for n in notes_of(capfd, "--config", config, *tuned) if "top-1 is not" in n]
+    assert "smaller learning rate (optim.lr)" in note
+    assert "init.checkpoint" not in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("image_size", "is_noted"), [(24, True), (32, False)])
+def test_few_patches_get_a_note(config, tmp_path, capfd, image_size, is_noted):
+    settings = [*TINY, f"run.dir={tmp_path / 'run'}", "train.steps=1"]
+    notes = notes_of(capfd, "--config", config, *settings, f"model.image_size={image_size}")
+    assert any("only 3 x 3 patches" in n for n in notes) == is_noted
+
+
+@pytest.mark.slow
 def test_a_longer_schedule_gets_a_note_with_both_rates(config, tmp_path, capfd):
     run = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.every_steps=2"]
     run.append("schedule.warmup_steps=0")
