@@ -223,9 +223,10 @@ def command_line(
         parser = PrepParser(f"python -m data_prep.{name}", doc)
         for heading, flags in groups.items():
             group = parser.add_argument_group(heading) if heading else parser
-            number = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group
+            exclusive = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group
             for flag, options in flags.items():
-                (number if flag in EXCLUSIVE else group).add_argument(flag, **options)
+                owner = exclusive if flag in EXCLUSIVE else group
+                owner.add_argument(flag, **options)
         return run(command, parser.parse_args(argv), remedy)
 
     return main
@@ -296,7 +297,7 @@ def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
 
 
 def _summary(plan: WritePlan) -> str:
-    """Format the plan for the user: splits, shards, bytes and time."""
+    """Format the plan for the user: splits, shards, disk space and time, one line each."""
     catalog = plan.catalog
     lines = [f"{plan.source.name}: {len(catalog.class_names):,} classes"]
     for split, samples in catalog.splits.items():
@@ -314,7 +315,8 @@ def _summary(plan: WritePlan) -> str:
     share = len(missing) / len(plan.work)
     needed = plan.num_bytes * share
     disk = f"  disk: about {format_bytes(needed)}"
-    if (free := plan.output.free_bytes()) is not None:
+    free = plan.output.free_bytes()
+    if free is not None:
         disk += f", {format_bytes(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
     lines.append(disk)
 

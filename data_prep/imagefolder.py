@@ -322,26 +322,36 @@ def _add_split(
     fractions: Mapping[str, float],
     ignored: Ignored,
 ) -> None:
-    """Add the images of the given classes. fractions: maps splits to fractions of a class."""
+    """Add the images of the given classes.
+
+    Args:
+        labels: Maps the name of each class to its label.
+        fractions: Maps splits to fractions of a class.
+    """
     if "" not in labels:
         tree.count_stray(ignored)
 
     is_table = isinstance(tree, TableTree)
     for classes in _classes_with_common_keys(labels):
-        images_of = {name: list(tree.images(name, ignored)) for name in classes}
-        paths = list[str]()
-        for name, images in images_of.items():
-            paths += [
-                path if is_table and path.startswith(f"{name}/") else f"{name}/{path}".lstrip("/")
-                for path in images
+        images_of: dict[str, list[str]] = {}
+        images_with_class: list[str] = []
+        for name in classes:
+            images_of[name] = list(tree.images(name, ignored))
+            folder = f"{name}/"
+            # The paths in a list of labels may begin with the class, those in a class folder lack
+            # it.
+            images_with_class += [
+                image if is_table and image.startswith(folder) else (folder + image).lstrip("/")
+                for image in images_of[name]
             ]
 
-        keys = iter(unique_keys(paths))
+        # Choose the keys of all these classes together, and deal them out in the same order.
+        keys = iter(unique_keys(images_with_class))
         for name, images in images_of.items():
-            path_of = dict(zip(islice(keys, len(images)), images, strict=True))
-            shares = split_by_hash(list(path_of), fractions)
+            image_of_key = dict(zip(islice(keys, len(images)), images, strict=True))
+            shares = split_by_hash(list(image_of_key), fractions)
             file = builder.file(tree.file_of(name))
-            add_images(builder, file, labels[name], tree, name, path_of, shares)
+            add_images(builder, file, labels[name], tree, name, image_of_key, shares)
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:

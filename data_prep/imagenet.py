@@ -84,20 +84,25 @@ def _take(
     labels: Mapping[str, str],
     faults: Faults,
 ) -> Iterator[tuple[int, str, int]]:
-    """Yield (row, key, label) for each valid image in a batch, and add all others to `faults`."""
+    """Yield (row, key, label) for each valid image in a batch, and add all others to `faults`.
+
+    Args:
+        label_of: Maps the WNIDs of the classes to labels.
+        labels: Maps the names of validation images to WNIDs.
+    """
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
-        if match is None or (match[2] is None) == training:
+        if match is None or bool(match["training_wnid"]) != training:
             is_image = name.lower().endswith(IMAGE_EXTENSIONS)
             if not name.startswith("."):  # macOS adds a metadata file `._x` for x.
                 faults["foreign" if is_image else "ignored"].append(name)
             continue
 
-        key, in_name, appended = match.groups()
-        expected = in_name if training else labels.get(key, "")
-        in_row = images.wnids[row] if images.wnids is not None else appended
-        wnid = images.wnid or in_row or expected
+        key = match["key"]
+        expected = match["training_wnid"] if training else labels.get(key, "")
+        wnid_of_row = match["added_wnid"] if images.wnids is None else images.wnids[row]
+        wnid = images.wnid or wnid_of_row or expected
 
         if not wnid:
             faults["unlabeled"].append(name)
@@ -165,49 +170,41 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 
 
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
-    """Add all images to the catalog. Raises a single PrepError that lists all problems."""
+    """Add all images to the catalog. Raises a single PrepError that lists all problems.
+
+    Problems are errors, or gaps (what a part of ImageNet lacks), which `allow_partial` reports.
+    """
     labels = read_all_labels(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
     all_wnids = set(labels.values()).union(*wnids.values())
     class_names = sorted(wnids.get("train", all_wnids))
     builder.classes(class_names)
-    label_of = {wnid: label for label, wnid in enumerate(class_names)}
 
-    errors = []
-    partial_only = [layout.lacking for layout in search.layouts if layout.lacking]
+    gaps = [layout.lacking for layout in search.layouts if layout.lacking]
     if len(class_names) != NUM_CLASSES:
-        missing = sorted(all_wnids - set(class_names))
-        partial_only.append(
-            f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
-            + (f"; missing: {few(missing)}" if missing else "")
-        )
+        missing = few(sorted(all_wnids - set(class_names)))
+        names = f"; missing: {missing}" if missing else ""
+        gaps.append(f"{len(class_names):,} classes instead of {NUM_CLASSES:,}{names}")
 
+    errors: list[str] = []
+    label_of = {wnid: label for label, wnid in enumerate(class_names)}
     for layout in search.layouts:
         builder.note(f"{layout.split}: {layout.title} ({layout.path})")
         faults = _add_split(builder, layout, label_of, labels)
-        errors += [
-            f"{layout.split}: {len(faults[kind]):,} images {problem}: {few(faults[kind])}; {hint}"
-            for kind, (problem, hint) in FAULTS.items()
-            if faults[kind]
-        ]
+        errors += _describe_faults(layout.split, faults)
+        if not builder.count(layout.split).sum() and not errors:
+            errors.append(f"{layout.split}: no images in {layout.path}")
 
-        if unknown := Counter(faults["unknown"]):
-            classes = [f"{wnid} ({count})" for wnid, count in sorted(unknown.items())]
-            partial_only.append(
-                f"{layout.split}: {unknown.total():,} images of unknown classes:"
-                f" {few(classes)}; train has none of them"
-            )
+        if faults["unknown"]:
+            gaps.append(_describe_unknown(layout.split, Counter(faults["unknown"])))
+        gaps += differences(layout.split, class_names, builder.count(layout.split))
         if faults["ignored"]:
             builder.note(
                 f"{layout.split}: {len(faults['ignored']):,} files that are no images are left out:"
                 f" {few(faults['ignored'])}"
             )
 
-        if not builder.count(layout.split).sum() and not errors:
-            errors.append(f"{layout.split}: no images in {layout.path}")
-        partial_only += differences(layout.split, class_names, builder.count(layout.split))
-
-    problems = errors if allow_partial else errors + partial_only
+    problems = errors if allow_partial else errors + gaps
     if problems:
         hint = (
             "\nadd the missing files (--md5 checks the archives), or use --partial to accept the"
@@ -217,13 +214,31 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
             f"this source is not ImageNet-1k:\n  {NEXT_LINE.join(problems)}{'' if errors else hint}"
         )
 
-    if len(class_names) < NUM_CLASSES and allow_partial:
-        partial_only.append(  # _info.json records this text, so rewording changes the output.
+    if len(class_names) < NUM_CLASSES:
+        gaps.append(  # _info.json records this text, so rewording changes the output.
             f"labels are positions among {len(class_names):,} classes: not the labels of published"
             f" weights, which know {NUM_CLASSES:,}"
         )
-    for line in partial_only:
+    for line in gaps:
         builder.report(f"partial: {line}")
+
+
+def _describe_faults(split: str, faults: Faults) -> list[str]:
+    """Return a line for each kind of FAULTS that images of a split have."""
+    return [
+        f"{split}: {len(faults[kind]):,} images {problem}: {few(faults[kind])}; {hint}"
+        for kind, (problem, hint) in FAULTS.items()
+        if faults[kind]
+    ]
+
+
+def _describe_unknown(split: str, unknown: Counter[str]) -> str:
+    """Return a line about images whose classes train lacks. unknown: the number of each WNID."""
+    classes = [f"{wnid} ({count})" for wnid, count in sorted(unknown.items())]
+    return (
+        f"{split}: {unknown.total():,} images of unknown classes: {few(classes)}; train has none of"
+        " them"
+    )
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -75,14 +75,13 @@ class SplitFiles:
     @property
     def quarantined(self) -> list[dict[str, Any]]:
         """The quarantine entries (skipped images) from all sidecars."""
-        entries = (sidecar.get("quarantined", []) for sidecar in self.sidecars.values())
-        return list(chain.from_iterable(entries))
+        return list(chain(*(each.get("quarantined", []) for each in self.sidecars.values())))
 
     @property
     def changed(self) -> Counter[str]:
         """The number of images that the writer converted, by reason."""
-        changed = (Counter(sidecar.get("changed", {})) for sidecar in self.sidecars.values())
-        return sum(changed, Counter[str]())
+        counters = (Counter(each.get("changed", {})) for each in self.sidecars.values())
+        return sum(counters, Counter[str]())
 
     def labels(self) -> np.ndarray:
         """Return the labels (n,) int32 of all samples read or, in a quick check, of the index."""
@@ -161,10 +160,11 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
         write_json(folder / "_info.json", remote.read_info())
         info = read_info(folder)
 
-        stems = [name.removesuffix(".tar") for name in tars_of(info)]
         names = ["quarantine.jsonl", "dataset.md", "contact_sheet.png"]
         names += [f"{split}.index.npy" for split in info["splits"]]
-        names += [".".join(parts) for parts in product(stems, ("idx", "json"))]
+        for tar in tars_of(info):
+            stem = tar.removesuffix(".tar")
+            names += [f"{stem}.idx", f"{stem}.json"]
 
         def fetch(name: str, version: Version | str) -> None:
             if isinstance(version, Version):  # The checks report a missing file.
@@ -190,5 +190,4 @@ def _open(root: Path, shown: str, tars_at: str | None) -> DataSet:
 
 def tars_of(info: Mapping[str, Any]) -> list[str]:
     """Return the file names of all shards."""
-    filenames = (described.get("filenames", []) for described in info["splits"].values())
-    return list(chain.from_iterable(filenames))
+    return list(chain(*(described.get("filenames", []) for described in info["splits"].values())))

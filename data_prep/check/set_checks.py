@@ -187,6 +187,13 @@ def _check_recorded(
                 f" not checked; {WRITE_AGAIN}",
             )
 
+    yield from _check_sidecar(data, part, name, recorded)
+
+
+def _check_sidecar(
+    data: DataSet, part: SplitFiles, name: str, recorded: dict[str, Any]
+) -> Iterator[ShardFinding]:
+    """Compare a shard's sidecar with the values recorded in `_info.json`, and store the sidecar."""
     path = (data.root / name).with_suffix(".json")
     try:
         sidecar = read_sidecar(data.root / name)
@@ -244,19 +251,20 @@ def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:
     """Compare `quarantine.jsonl`, and the totals in `_info.json`, with the sidecars."""
     path = data.root / "quarantine.jsonl"
     entries = list(itertools.chain.from_iterable(part.quarantined for part in data.parts))
-    listed = path.read_bytes() if path.exists() else b""
-    if listed != "".join(json.dumps(entry) + "\n" for entry in entries).encode():
+    expected = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+    actual = path.read_bytes() if path.exists() else b""
+    if actual != expected:
         yield ShardFinding(
             "quarantine",
             path.name,
-            f"{'altered' if listed else 'missing'}: this file must list the"
+            f"{'altered' if actual else 'missing'}: this file must list the"
             f" {counted(len(entries), 'unreadable image')} in the sidecars; repeat the command that"
             " wrote the data set",
         )
 
     changed = sum((part.changed for part in data.parts), Counter[str]())
-    for key, total in (("quarantined", len(entries)), ("changed", dict(changed))):
-        if data.info.get(key, type(total)()) != total:
+    for key, default, total in (("quarantined", 0, len(entries)), ("changed", {}, dict(changed))):
+        if data.info.get(key, default) != total:
             yield ShardFinding(
                 "quarantine",
                 "_info.json",
@@ -275,12 +283,14 @@ def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
 
     splits = {}
     for part in data.parts:
+        # The catalog contains the skipped images as well.
         skipped = part.quarantined
-        labels = [-1 if entry["label"] is None else entry["label"] for entry in skipped]
-        keys = key_hashes([entry["key"] for entry in skipped], data.seed)
+        skipped_labels = [-1 if entry["label"] is None else entry["label"] for entry in skipped]
+        skipped_keys = key_hashes([entry["key"] for entry in skipped], data.seed)
+        keys = [*(seen["key"] for seen in part.seen.values()), skipped_keys]
         rows = np.empty(part.num_samples + len(skipped), HASH)
-        rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), keys])
-        rows["label"] = np.concatenate([part.labels(), np.array(labels, np.int32)])
+        rows["hash"] = np.concatenate(keys)
+        rows["label"] = np.concatenate([part.labels(), np.array(skipped_labels, np.int32)])
         splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
 
     data.catalog_compared = True
@@ -352,21 +362,26 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
 
     Columns of the (n, 5) int64 array: value number, split, shard, row, label.
     """
-    every = [(p, shard, rows) for p, part in enumerate(parts) for shard, rows in part.seen.items()]
-    values = np.concatenate([np.empty(0, "<u8"), *(rows[column] for *_, rows in every)])
+    shards: list[tuple[int, int, np.ndarray]] = []
+    for split, part in enumerate(parts):
+        shards += [(split, shard, rows) for shard, rows in part.seen.items()]
+    values = np.concatenate([np.empty(0, "<u8"), *(rows[column] for *_, rows in shards)])
     values.sort()
     repeated = np.unique(values[1:][values[1:] == values[:-1]])
-    del values
+    del values  # 8 bytes per sample
+    if not len(repeated):
+        return np.empty((0, 5), np.int64)
 
-    samples = [np.empty((0, 5), np.int64)]
-    for p, shard, rows in every if len(repeated) else []:
-        group = np.minimum(np.searchsorted(repeated, rows[column]), len(repeated) - 1)
-        numbers = np.flatnonzero(repeated[group] == rows[column])
-        place = np.broadcast_to([p, shard], (len(numbers), 2))
-        samples.append(np.column_stack([group[numbers], place, numbers, rows["label"][numbers]]))
+    samples = []
+    for split, shard, rows in shards:
+        # The position of each value among the repeated ones, if it is one of them.
+        number = np.minimum(np.searchsorted(repeated, rows[column]), len(repeated) - 1)
+        chosen = np.flatnonzero(repeated[number] == rows[column])
+        place = np.broadcast_to([split, shard], (len(chosen), 2))
+        samples.append(np.column_stack([number[chosen], place, chosen, rows["label"][chosen]]))
 
     together = np.concatenate(samples)
-    return together[np.lexsort(together.T[::-1])]
+    return together[np.lexsort(together.T[::-1])]  # by the first column, then by the next ones
 
 
 def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
@@ -389,15 +404,16 @@ def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
     if not groups:
         return
 
+    # See the columns of `_repeated`.
     split_of, label_of = itemgetter(1), itemgetter(4)
     num_splits = [len(set(map(split_of, group))) for group in groups]
     num_labels = [len(set(map(label_of, group))) for group in groups]
-    order = sorted(range(len(groups)), key=lambda k: (-num_splits[k], -num_labels[k]))
     details = []
+    order = sorted(range(len(groups)), key=lambda k: (-num_splits[k], -num_labels[k]))
     for k in order[:MOST_LINES]:
         names = [
-            f"{data.sample_name(data.parts[p], shard, row)} ({data.class_name(label)})"
-            for _, p, shard, row, label in groups[k]
+            f"{data.sample_name(data.parts[split], shard, row)} ({data.class_name(label)})"
+            for _, split, shard, row, label in groups[k]
         ]
         details.append(few(names, 4, " = "))
 
@@ -405,8 +421,9 @@ def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
         "duplicates",
         ", ".join(part.name for part in data.parts),
         f"equal bytes: {counted(len(groups), 'image')} in"
-        f" {counted(sum(map(len, groups)), 'sample')}; {sum(np.array(num_splits) > 1):,} of these"
-        f" images are in two splits, {sum(np.array(num_labels) > 1):,} under two labels",
+        f" {counted(sum(map(len, groups)), 'sample')};"
+        f" {sum(number > 1 for number in num_splits):,} of these images are in two splits,"
+        f" {sum(number > 1 for number in num_labels):,} under two labels",
         fails=False,
         details=tuple(details),
     )

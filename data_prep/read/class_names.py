@@ -33,8 +33,11 @@ def choose_layout(
 ) -> tuple[SampleLayout, list[str]]:
     """Return the sample layout and the class names ([] if unknown). Raises PrepError.
 
+    Without flags, these are the recorded ones. Flags define all of them anew, except that the
+    recorded class names remain without --classes. What `info` records must not change.
+
     Args:
-        info: The `_info.json` at `place`.
+        info: The `_info.json` at `place`, or None if there is none.
         first_tar: A local shard, whose sidecar records the layout if another program wrote
             `_info.json`.
     """
@@ -43,22 +46,31 @@ def choose_layout(
     if flags == NO_FLAGS:
         return recorded, recorded_names
 
-    names = recorded_names if flags.classes is None else read_class_names(flags.classes)
-    listed = tuple(names) if flags.classes is not None else recorded.class_names
-    layout = SampleLayout(
-        _suffix(flags.image), _suffix(flags.label) or "cls", flags.keys_with_dots, listed
+    if flags.classes is None:
+        chosen_names, label_names = recorded_names, recorded.class_names
+    else:
+        chosen_names = read_class_names(flags.classes)
+        label_names = tuple(chosen_names)
+    chosen = SampleLayout(
+        image=_suffix(flags.image),
+        label=_suffix(flags.label) or "cls",
+        keys_with_dots=flags.keys_with_dots,
+        class_names=label_names,
     )
-    problems = layout_problems(layout.image, layout.label, layout.keys_with_dots, FLAGS)
+    problems = layout_problems(chosen.image, chosen.label, chosen.keys_with_dots, FLAGS)
     if problems:
         raise PrepError("; ".join(problems))
 
-    if info is not None and names != recorded_names:
+    if info is None:
+        return chosen, chosen_names
+    if chosen_names != recorded_names:
         had = f"{len(recorded_names):,} class names" if recorded_names else "no class names"
         raise PrepError(
             f"{place}: _info.json has {had}, which does not match {flags.classes}: to use this"
             " file, move _info.json away"
         )
-    if "source" in (info or {}) and layout.options() != recorded.options():
+    # Only this package records the members of a sample.
+    if "source" in info and chosen.options() != recorded.options():
         options = replace(recorded, class_names=()).options()
         members = ", ".join(f"{name} {value}" for name, value in options.items())
         raise PrepError(
@@ -66,7 +78,7 @@ def choose_layout(
             " use other members, move _info.json away"
         )
 
-    return layout, names
+    return chosen, chosen_names
 
 
 def _suffix(text: str | None) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from data_prep.errors import PrepError, counted
-from data_prep.read.class_tree import Tree, subtree
+from data_prep.read.class_tree import Found, Tree, subtree
 from data_prep.read.label_lists import LabelList, Listed, find_lists, is_inside, read_lists
 from data_prep.read.split_names import OF_IMAGES, UNLABELED, split_of, splits_of_folders
 from vit.system.spelling import few
@@ -68,28 +68,39 @@ def read_layout(
     found = root.find()
     folders = {folder for folder in found.folders if folder[:1] != (out_name,)}
 
-    lists: list[LabelList] = []
-    listed = Listed({}, [])
+    label_lists: list[LabelList] = []
+    listed_images = Listed({}, [])
     if with_classes and not choice:
-        outer = min(folders) if len(folders) == 1 else _inner_folder(folders)
-        texts = [path for path in sorted(found.lists) if _may_be_list(path, outer)]
-        lists, notes = find_lists(root, found, texts, label_column)
-        listed = read_lists(root, lists, texts) if lists else listed
-        listed.notes.extend(notes)
+        label_lists, listed_images = _read_label_lists(root, found, folders, label_column)
 
-    rest = {folder for folder in folders if not _is_listed(folder, lists)}
-    trees = dict(listed.trees)
+    unused_folders = {folder for folder in folders if not _is_listed(folder, label_lists)}
+    trees = listed_images.trees
     if "train" not in trees:
-        of_folders, rest = _read_folders(root, rest, choice, with_classes)
-        _check_apart(root, of_folders["train"], lists)
-        trees = of_folders | trees
+        folder_trees, unused_folders = _read_folders(root, unused_folders, choice, with_classes)
+        _check_apart(root, folder_trees["train"], label_lists)
+        trees = folder_trees | trees
 
-    in_order = dict(sorted(trees.items(), key=lambda item: ("train", "val", "test").index(item[0])))
+    trees_in_order = {split: trees[split] for split in ("train", "val", "test") if split in trees}
     unused = [
         f"{'/'.join(folder) or 'SOURCE itself'} ({found.folders[folder]:,})"
-        for folder in sorted(rest)
+        for folder in sorted(unused_folders)
     ]
-    return Layout(in_order, unused, listed)
+    return Layout(trees_in_order, unused, listed_images)
+
+
+def _read_label_lists(
+    root: Tree, found: Found, folders: set[Folder], label_column: str | None
+) -> tuple[list[LabelList], Listed]:
+    """Return the lists of labels in a source, and the images that they name.
+
+    folders: all folders with images.
+    """
+    outer = min(folders) if len(folders) == 1 else _inner_folder(folders)
+    candidates = [path for path in sorted(found.lists) if _may_be_list(path, outer)]
+    label_lists, notes = find_lists(root, found, candidates, label_column)
+    images = read_lists(root, label_lists, candidates) if label_lists else Listed({}, [])
+    images.notes.extend(notes)
+    return label_lists, images
 
 
 def _may_be_list(path: str, outer: Folder) -> bool:

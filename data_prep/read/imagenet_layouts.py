@@ -43,10 +43,11 @@ from vit.data.decode.content import describe_content
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
 IMAGE = re.compile(
-    r"((?:(n\d{8})_\d+|ILSVRC2012_val_\d{8}))(?:_(n\d{8}))?\.(?:jpe?g|png|webp)",
+    r"(?P<key>(?P<training_wnid>n\d{8})_\d+|ILSVRC2012_val_\d{8})"
+    r"(?:_(?P<added_wnid>n\d{8}))?\.(?:jpe?g|png|webp)",
     re.IGNORECASE | re.ASCII,
 )
-"""Matches an image name. Groups: key, WNID of a training image, WNID added by Hugging Face."""
+"""Matches an image name. Hugging Face adds the WNID to names: n01440764_10026_n01440764.JPEG."""
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 SPLIT_FOLDERS = {word: split for word, split in SPLIT_WORDS.items() if split != "test"}
 """Maps the usual names of folders to splits. ImageNet's test images have no labels."""
@@ -184,8 +185,10 @@ def flat(path: Path) -> ImageNetLayout:
 # ---- zip and parquet -----------------------------------------------------------------------------
 
 IN_ZIP = re.compile(
-    rf"(?:.*/)?({'|'.join(SPLIT_FOLDERS)})/(?:(n\d{{8}})/)?([^./][^/]*)", re.IGNORECASE | re.ASCII
+    rf"(?:.*/)?(?P<split>{'|'.join(SPLIT_FOLDERS)})/(?:(?P<wnid>n\d{{8}})/)?(?P<file>[^./][^/]*)",
+    re.IGNORECASE | re.ASCII,
 )
+"""Matches the path of an image in a class folder, or in a flat folder, of a split."""
 
 
 def place_in_zip(name: str) -> tuple[str, str, str] | None:
@@ -193,39 +196,39 @@ def place_in_zip(name: str) -> tuple[str, str, str] | None:
     match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
     if match is None or name.startswith("__MACOSX/"):
         return None
-    return SPLIT_FOLDERS[match[1].lower()], match[2] or "", match[3]
+    return SPLIT_FOLDERS[match["split"].lower()], match["wnid"] or "", match["file"]
 
 
 def _zip_images(path: Path, split: str, _: Builder) -> Iterator[ImageNetImages]:
     for members in walk_zip(path):
-        places = [place_in_zip(name) for name in members.names]
-        of_class = defaultdict[str, dict[int, str]](dict)
-        for row, place in enumerate(places):
+        # Maps WNIDs to rows of `members`, and these to file names.
+        rows_of_class = defaultdict[str, dict[int, str]](dict)
+        for row, place in enumerate(map(place_in_zip, members.names)):
             if place is not None and place[0] == split:
-                of_class[place[1]][row] = place[2]
+                _, wnid, name = place
+                rows_of_class[wnid][row] = name
 
-        for wnid, names in of_class.items():
-            rows = list(names)
-            yield ImageNetImages(
-                path, wnid, list(names.values()), members.offsets[rows], members.sizes[rows]
-            )
+        for wnid, name_of_row in rows_of_class.items():
+            rows = list(name_of_row)
+            names = list(name_of_row.values())
+            yield ImageNetImages(path, wnid, names, members.offsets[rows], members.sizes[rows])
 
 
 def zip_layout(path: Path, split: str, wnids: set[str]) -> ImageNetLayout:
-    """Return the layout for a split in a zip. wnids: its class folders, or "" for a flat folder."""
-    flat = "" in wnids
-    title = (
-        f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
-    )
+    """Return the layout for a split in a zip.
 
+    wnids: the names of the split's class folders, with "" for images outside of them.
+    """
+    is_flat = "" in wnids
+    folders = "a flat folder" if is_flat else f"{len(wnids):,} class folders"
     return ImageNetLayout(
         split,
-        title,
-        path,
-        partial(_zip_images, path, split),
-        lambda _: wnids - {""},
+        title=f"{folders} in a zip, read in place",
+        path=path,
+        images=partial(_zip_images, path, split),
+        wnids=lambda _: wnids - {""},
         inputs=(path,),
-        flat=flat,
+        flat=is_flat,
     )
 
 
@@ -237,7 +240,10 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNe
     wnid_of: dict[int, str] = {}
     for rows in parquet.spool(files, builder, parquet.Columns()):
         matches = [IMAGE.fullmatch(os.path.basename(name)) for name in rows.names]
-        wnids = [(match[3] or match[2] or "") if match else "" for match in matches]
+        wnids = [
+            (match["added_wnid"] or match["training_wnid"] or "") if match else ""
+            for match in matches
+        ]
         for name, label, wnid in zip(rows.names, rows.labels, wnids, strict=True):
             elsewhere = ""
             if wnid and label is not None:
@@ -251,7 +257,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNe
             )
 
         names = [
-            match[1] + os.path.splitext(name)[1] if match else name
+            match["key"] + os.path.splitext(name)[1] if match else name
             for match, name in zip(matches, rows.names, strict=True)
         ]
         yield ImageNetImages(rows.file, "", names, rows.offsets, rows.sizes, wnids)
@@ -268,11 +274,13 @@ def parquet_layout(split: str, files: Sequence[Path]) -> ImageNetLayout:
     images = partial(_parquet_images, files)
     return ImageNetLayout(
         split,
-        f"{len(files):,} parquet files, copied once to read them",
-        files[0].parent,
-        images,
-        lambda builder: set(chain.from_iterable(part.wnids or () for part in images(builder))),
-        tuple(files),
+        title=f"{len(files):,} parquet files, copied once to read them",
+        path=files[0].parent,
+        images=images,
+        wnids=lambda builder: set(
+            chain.from_iterable(part.wnids or () for part in images(builder))
+        ),
+        inputs=tuple(files),
         lacking=parquet.missing_files(split, files),
     )
 

@@ -100,15 +100,16 @@ def _look_at_file(path: Path, search: Search, named: bool) -> None:
 
 def _look_into_tar(path: Path, search: Search, named: bool) -> None:
     """Identify a tar by its first member."""
-    first = ""
     try:
         first = next(walk_tar(path)).names[0].rpartition("/")[2]
+    except (PrepError, StopIteration) as error:
+        first = ""
+        problem = str(error) or f"{path}: an empty tar; download it again"
+    else:
         problem = (
             f"{path}: begins with {first!r}; expected ImageNet's tar of tars or its tar of"
             " validation images"
         )
-    except (PrepError, StopIteration) as error:
-        problem = str(error) or f"{path}: an empty tar; download it again"
 
     is_tar_of_class = first.endswith(".tar") and WNID.fullmatch(first[:-4])
     # Task 3 has a tar of 120 dog breeds.
@@ -157,6 +158,11 @@ def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
 
 
 def _look_into(folder: Path, search: Search, named: bool) -> None:
+    """Identify what a folder contains: class folders, flat images, the unpacked kit, files.
+
+    Its subfolders with usual names are searched as well. named: whether the user gave its path. If
+    so, an empty folder is an error.
+    """
     folders, files = listed(folder)
     if named and not folders + files:
         raise PrepError(
@@ -169,22 +175,24 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
 
     wnids = [name for name in folders if WNID.fullmatch(name)]
     usual = [name for name in folders if name.lower() in FOLDERS]
-    strange = sorted(set(folders) - {*wnids, *usual})
     is_flat = any(
         name.startswith(VAL_IMAGE) and name.lower().endswith(IMAGE_EXTENSIONS) for name in files
     )
-    is_known = wnids or usual or is_flat
-    has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
-    has_classes = wnids or (folder.name.lower() in SPLIT_FOLDERS and not (is_known or has_archives))
+    is_known = bool(wnids or usual or is_flat)
+    if named and not is_known:
+        search.remarks.append(f"{folder} contains {few(sorted(folders + files))}")
 
+    # A folder such as train/ without anything known or archives can only contain classes.
+    has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
+    is_split = folder.name.lower() in SPLIT_FOLDERS and not (is_known or has_archives)
+    has_classes = bool(wnids) or is_split
+    strange = sorted(set(folders) - {*wnids, *usual})
     if strange and has_classes:
         raise PrepError(
             f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
             f" {few(strange)}; rename or remove them, or use `python -m data_prep.imagefolder` for"
             " other class names"
         )
-    if named and not is_known:
-        search.remarks.append(f"{folder} contains {few(sorted(folders + files))}")
 
     if wnids:
         search.layouts.append(tree(_split_of_tree(folder, wnids), folder, wnids))
@@ -214,19 +222,25 @@ def find_layouts(paths: Sequence[Path]) -> Search:
     layouts = [*search.layouts, *map(folder_of_tars, _by_folder(search.inner_tars).values())]
     for files in _by_folder(search.parquets).values():
         for split in ("train", "val"):
-            of_split = [f for f in files if SPLIT_FOLDERS.get(f.name.split("-")[0]) == split]
+            of_split = [
+                file for file in files if SPLIT_FOLDERS.get(file.name.split("-")[0]) == split
+            ]
             if of_split:
                 layouts.append(parquet_layout(split, of_split))
 
     search.layouts = []
     for split in ("train", "val"):
-        once = {(layout.title, layout.path): layout for layout in layouts if layout.split == split}
-        if len(once) > 1:
-            places = "; ".join(f"{path} ({title})" for title, path in once)
+        # The user may have given a folder and a file or subfolder of it.
+        distinct = {
+            (layout.title, layout.path): layout for layout in layouts if layout.split == split
+        }
+        if len(distinct) > 1:
+            places = "; ".join(f"{path} ({title})" for title, path in distinct)
             raise PrepError(
-                f"found {len(once)} sources for {split}: {places}: pass the path of the one to use"
+                f"found {len(distinct)} sources for {split}: {places}: pass the path of the one to"
+                " use"
             )
-        search.layouts += once.values()
+        search.layouts += distinct.values()
     return search
 
 

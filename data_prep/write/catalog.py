@@ -47,6 +47,12 @@ SPOOL = "_spool"
 """The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
 """The maximum number of rows to sort or compare at a time. Larger tables are split into parts."""
+KEYS_IN_MEMORY = 1 << 16
+"""The maximum number of keys to decode at a time."""
+SMALL_VAL = 100
+"""An accuracy on fewer held-out images is reported as uncertain."""
+ENOUGH_HELD_OUT = 0.2
+"""The fraction to hold out of a small data set."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,7 @@ class Builder:
 
         if keys is None:
             keys = [os.path.splitext(name)[0] for name in names]
+        # A single match of all keys, one per line, is much faster than a match of each.
         if SAFE_KEYS.fullmatch("\n".join([*keys, ""])) is None or any("\n" in key for key in keys):
             keys = [key if SAFE_KEY.fullmatch(key) else safe_key(key) for key in keys]
         texts = [
@@ -228,11 +235,12 @@ class Builder:
         if split not in self._written:
             paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
             self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see close)
-        start = self._written[split][0].tell()
-        rows["text"] = start + np.cumsum(rows["text_size"], dtype=np.uint64) - rows["text_size"]
-        data = (b"".join(texts), rows.tobytes(), hashes.tobytes())
-        for file_of_split, part in zip(self._written[split], data, strict=True):
-            file_of_split.write(part)
+        text_file, rows_file, hashes_file = self._written[split]
+        text_ends = text_file.tell() + np.cumsum(rows["text_size"], dtype=np.uint64)
+        rows["text"] = text_ends - rows["text_size"]
+        text_file.write(b"".join(texts))
+        rows_file.write(rows.tobytes())
+        hashes_file.write(hashes.tobytes())
         self._count(split, rows["label"])
 
     def close(self) -> None:
@@ -267,19 +275,19 @@ class Builder:
         """
         self.close()
         table = Table(self.folder, split, self.files)
-        rows = np.arange(len(table))
-        hashes = np.concatenate(
-            [key_hashes(table.keys(part)) for part in np.array_split(rows, len(rows) // 65536 + 1)]
-        )
+        parts = np.array_split(np.arange(len(table)), len(table) // KEYS_IN_MEMORY + 1)
+        hashes = np.concatenate([key_hashes(table.keys(part)) for part in parts])
 
-        rows = rows[np.lexsort((hashes, table.rows["label"]))]
-        members = table.rows["label"][rows]
-        rank = np.arange(len(rows)) - np.searchsorted(members, members)
-        per_class = self.count(split)[members]
+        order = np.lexsort((hashes, table.rows["label"]))
+        labels = table.rows["label"][order]
+        # The position of each row among the rows of its class, and the number of these rows.
+        rank = np.arange(len(order)) - np.searchsorted(labels, labels)
+        class_size = self.count(split)[labels]
+        num_moved = np.minimum(np.round(fraction * class_size), class_size - 1)
 
-        held = np.zeros(len(table), bool)
-        held[rows[rank < np.minimum(np.round(fraction * per_class), per_class - 1)]] = True
-        if not held.any():
+        is_moved = np.zeros(len(table), bool)
+        is_moved[order[rank < num_moved]] = True
+        if not is_moved.any():
             return
 
         for kind, dtype in (("rows", ROW), ("hashes", HASH)):
@@ -289,13 +297,13 @@ class Builder:
                 open(self.folder / f"{into}.{kind}.bin", "wb") as moved,
             ):
                 for start, chunk in _chunks(path, dtype):
-                    chosen = held[start : start + len(chunk)]
+                    chosen = is_moved[start : start + len(chunk)]
                     remaining.write(chunk[~chosen].tobytes())
                     moved.write(chunk[chosen].tobytes())
             os.replace(self.folder / "remaining", path)
 
         shutil.copyfile(self.folder / f"{split}.text.bin", self.folder / f"{into}.text.bin")
-        counted = self._per_class(table.rows["label"][held])
+        counted = self._per_class(table.rows["label"][is_moved])
         self._counts[split] = self._counts[split] - counted
         self._counts[into] = counted
 
@@ -307,33 +315,39 @@ class Builder:
                 or nothing was held out.
             flag: The command-line flag that sets it, with {} in place of the value.
         """
-        held = self.count(split)
-        lacking = np.flatnonzero((held == 0) & (self.count("train") > 0))
-        counts = self.count("train")[lacking].tolist()
-        names = [self.class_names[label] for label in lacking]
-        is_small = 0 < fraction < 0.2 and held.sum() < 100
+        in_train = self.count("train")
+        lacking = np.flatnonzero((self.count(split) == 0) & (in_train > 0))
+        num_held_out = self.count(split).sum()
+        is_small = num_held_out < SMALL_VAL and 0 < fraction < ENOUGH_HELD_OUT
 
-        if fraction and counts:
-            # A class of n images has one in `split` if fraction * n exceeds 0.5.
+        if not len(lacking):
+            if split == "val" and is_small:
+                # 95 % confidence: 1.96 * sqrt(p * (1 - p) / n), at most 0.98 / sqrt(n), at p = 0.5.
+                self.report(
+                    f"val has only {num_held_out} images, so an accuracy is uncertain by up to"
+                    f" {98 / num_held_out**0.5:.0f} percentage points: to compare runs, use"
+                    f" {flag.format(ENOUGH_HELD_OUT)}"
+                )
+            return
+
+        names = few([self.class_names[label] for label in lacking])
+        if fraction:
+            counts = in_train[lacking].tolist()
             larger = [count for count in counts if count > 1]
+            # A class of n images has one in `split` if fraction * n exceeds 0.5. The smallest such
+            # multiple of 0.05 = 1/20 is (floor(10 / n) + 1) / 20.
             fitting = f"use {flag.format((10 // min(larger) + 1) / 20)} or " if larger else ""
             slices = ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
             self.report(
-                f"{split} has no image of {few(names)}, because {fraction:.3g} of up to"
+                f"{split} has no image of {names}, because {fraction:.3g} of up to"
                 f" {max(counts)} images rounds to 0: {fitting}add images"
-                f"{'' if held.any() else slices}"
+                f"{'' if num_held_out else slices}"
             )
-        elif counts and held.any():
+        elif num_held_out:
             self.report(
-                f"{split} has no image of {few(names)}, so its accuracy does not cover all"
+                f"{split} has no image of {names}, so its accuracy does not cover all"
                 f" classes: add images, or remove {split}"
                 f"{' to hold out a part of train' if split == 'val' else ''}"
-            )
-        elif split == "val" and is_small:
-            self.report(
-                f"val has only {held.sum()} images, so an accuracy is uncertain by up to"
-                f" {98 / held.sum() ** 0.5:.0f} percentage points: to compare runs, use"
-                f" {flag.format(0.2)}"
             )
 
     def finish(self) -> Catalog:
@@ -384,39 +398,49 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
 
     Hashes and labels are added to the digest in this order. Raises PrepError for repeated keys.
     """
-    # With a power of two, each part is about half full.
-    parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
-    width = (1 << 64) // parts
-    twice = set()
+    # Each part contains an equal range of hashes. With a power of two, it is about half full.
+    num_parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
+    width = (1 << 64) // num_parts
+    repeated = set[str]()
     with open(folder / f"{table.split}.order.npy", "wb") as file:
         np.lib.format.write_array_header_1_0(
             file, {"descr": "<u8", "fortran_order": False, "shape": (len(table),)}
         )
 
-        for part in range(parts):
-            low, high = np.uint64(part * width), np.uint64((part + 1) * width - 1)
-            chosen = []
-            for start, chunk in _chunks(folder / f"{table.split}.hashes.bin", HASH):
-                inside = np.flatnonzero((chunk["hash"] >= low) & (chunk["hash"] <= high))
-                chosen.append((start + inside, chunk[inside]))
-
-            rows, hashes = (np.concatenate(column) for column in zip(*chosen, strict=True))
-            by_hash = np.argsort(hashes["hash"], kind="stable")
-            rows, hashes = rows[by_hash], hashes[by_hash]
+        for part in range(num_parts):
+            low, high = part * width, (part + 1) * width - 1
+            rows, hashes = _sorted_range(folder / f"{table.split}.hashes.bin", low, high)
 
             # Only one in 10**11 data sets has two different keys with the same hash.
-            for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
-                first, second = table.keys(rows[same : same + 2])
+            for place in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
+                first, second = table.keys(rows[place : place + 2])
                 if first == second:
-                    twice.add(first)
+                    repeated.add(first)
                 elif first > second:
-                    rows[[same, same + 1]] = rows[[same + 1, same]]
-                    hashes[[same, same + 1]] = hashes[[same + 1, same]]
+                    rows[[place, place + 1]] = rows[[place + 1, place]]
+                    hashes[[place, place + 1]] = hashes[[place + 1, place]]
+
             file.write(rows.astype("<u8").tobytes())
             digest.update(hashes.tobytes())
 
-    if twice:
+    if repeated:
         raise PrepError(
-            f"split {table.split!r}: {len(twice)} keys are not unique (dots, slashes and blanks"
-            f" become '_'): {few(sorted(twice))}; rename these images, or remove the duplicates"
+            f"split {table.split!r}: {len(repeated)} keys are not unique (dots, slashes and blanks"
+            f" become '_'): {few(sorted(repeated))}; rename these images, or remove the duplicates"
         )
+
+
+def _sorted_range(path: Path, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row numbers and the records of the HASH file `path` with hashes in [low, high].
+
+    Both are sorted by hash.
+    """
+    chosen = []
+    for start, chunk in _chunks(path, HASH):
+        is_inside = (chunk["hash"] >= np.uint64(low)) & (chunk["hash"] <= np.uint64(high))
+        inside = np.flatnonzero(is_inside)
+        chosen.append((start + inside, chunk[inside]))
+
+    rows, hashes = (np.concatenate(column) for column in zip(*chosen, strict=True))
+    by_hash = np.argsort(hashes["hash"], kind="stable")
+    return rows[by_hash], hashes[by_hash]

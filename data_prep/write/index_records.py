@@ -32,6 +32,8 @@ from vit.system.spelling import few
 from vit.system.urls import bare, expand_braces, on_the_web, resolve
 
 COMPRESSED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
+TAR_URL = re.compile(r"(?P<folder>[^?]*://[^?]*)/(?P<name>[^/?]+\.tar)(?P<query>\?.*)?")
+"""Matches the URL of a tar. Its query, such as an access token, is kept for the folder."""
 
 
 def split_of(filename: str) -> str | None:
@@ -59,8 +61,8 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
                 f"{root}: contains only compressed tars ({few(compressed)}), which do not allow"
                 " random access: decompress them first (gunzip, bunzip2, unxz, unzstd)"
             )
-        folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
-        inside = f", only in its subfolders {few(folders)}: move or link them into this folder"
+        folders = few(sorted({path.parent.name for path in Path(root).glob("*/*.tar")}))
+        inside = f", only in its subfolders {folders}: move or link them into this folder"
         raise PrepError(
             f"{root}: found no .tar files{inside if folders else ''}; expected <split>-00000.tar or"
             " <anything>-<split>-00000.tar"
@@ -76,10 +78,10 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
             " class, use `python -m data_prep.imagefolder`"
         )
 
-    splits: dict[str, list[str]] = {}
-    for name, of_name in split_of_name.items():
-        splits.setdefault(str(of_name), []).append(name)
     if split is None:
+        splits: dict[str, list[str]] = {}
+        for name, split_in_name in split_of_name.items():
+            splits.setdefault(str(split_in_name), []).append(name)
         return splits
 
     different = [name for name in names if split_of_name[name] not in (None, split)]
@@ -92,25 +94,29 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
 
 
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
-    """Return the location of the shards, and the tar names if `roots` are tar URLs."""
+    """Return the location of the shards, and the tar names if `roots` are tar URLs.
+
+    Raises PrepError for several folders, and for a folder together with tar URLs.
+    """
     expanded = (expand_braces(resolve(root)) if "://" in root else [root] for root in roots)
     urls = list(itertools.chain.from_iterable(expanded))
-    make = WebShards if on_the_web(urls[0]) else Output
-    matches = {url: re.fullmatch(r"([^?]*://[^?]*)/([^/?]+\.tar)(\?.*)?", url) for url in urls}
-    if len(urls) == 1 and not matches[urls[0]]:
-        return make(urls[0]), None
-    strange = [shown(url) for url, match in matches.items() if not match]
+    location_type = WebShards if on_the_web(urls[0]) else Output
+
+    match_of = {url: TAR_URL.fullmatch(url) for url in urls}
+    if len(urls) == 1 and not match_of[urls[0]]:
+        return location_type(urls[0]), None
+    strange = [shown(url) for url, match in match_of.items() if not match]
     if strange:
         raise PrepError(f"{few(strange)}: expected a single folder, or shard URLs ending in .tar")
 
-    found = [match for match in map(matches.get, urls) if match]
-    folders = {match[1] + (match[3] or "") for match in found}
+    tars = [match for match in map(match_of.get, urls) if match]
+    folders = {tar["folder"] + (tar["query"] or "") for tar in tars}
     if len(folders) > 1:
         raise PrepError(
             f"the shards are in several folders ({few(sorted(map(shown, folders)))}): index each"
             " folder separately"
         )
-    return make(folders.pop()), [match[2] for match in found]
+    return location_type(folders.pop()), [tar["name"] for tar in tars]
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
@@ -248,11 +254,11 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
     """Raise a PrepError that lists all shards whose length, size or sha256 differs from `info`."""
     problems = []
     for split in info["splits"]:
-        for name, *recorded in zip(
-            *info_file.describe_split(info, split, str(output)), strict=True
-        ):
+        columns = info_file.describe_split(info, split, str(output))
+        for name, *recorded in zip(*columns, strict=True):
             rows, sidecar, _ = indexed[name]
             actual = [len(rows), sidecar["bytes"], sidecar["sha256"]]
+            # A value of None is not recorded.
             if any(old not in (None, new) for old, new in zip(recorded, actual, strict=True)):
                 problems.append(
                     f"{name} has {actual[0]} valid samples, {actual[1]} bytes and the sha256"
@@ -330,16 +336,18 @@ def _index_in_place(shard: IndexedShard, tar: Path) -> Indexed:
     about = _about(shard, survey)
     sidecar = info_file.read_sidecar(tar) or {}
 
-    # Sidecars from this project's writer contain no modification time, because their bytes must
-    # depend only on the data.
-    of_writer = "plan" in sidecar
-    fits = of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
     idx = tar.with_suffix(".idx")
     if not idx.exists() or idx.read_bytes() != b"".join(idx_lines(survey.samples)):
         write_idx(tar, survey.samples)
 
+    # Sidecars from this project's writer contain no modification time, because their bytes must
+    # depend only on the data.
+    of_writer = "plan" in sidecar
+    has_same_samples = of_writer or about == {
+        key: sidecar[key] for key in OF_SAMPLES if key in sidecar
+    }
     is_current = (
-        fits
+        has_same_samples
         and sidecar.get("bytes") == status.st_size
         and sidecar.get("mtime_ns") == status.st_mtime_ns
     )
@@ -419,13 +427,13 @@ def _about(shard: IndexedShard, survey: Survey) -> dict[str, Any]:
         for key, name, offset, reason in survey.unfit
     ]
 
-    about = {
+    values = {
         "members": shard.layout.options(),
         "quarantined": quarantined,
         "ignored": dict(sorted(survey.ignored.items())),
         "shards_at": _elsewhere(shard),
     }
-    return {key: value for key, value in about.items() if value}
+    return {key: value for key, value in values.items() if value}
 
 
 def _elsewhere(shard: IndexedShard) -> str | None:
