@@ -92,7 +92,6 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
     across = np.sin(2 * np.pi * frequency * v + phase)
     if kind == "checks":
         return 0.5 + 0.5 * np.tanh(3 * waves * across)
-    assert kind == "dots"
     return 1 / (1 + np.exp(-3.5 * (waves + across - 0.9)))
 
 
@@ -117,11 +116,10 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     # The number of padded pixels per output pixel. The digit fills a random 74 to 86 % of the
     # output's height.
     scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
-    cos = np.cos(angle) * scale
-    sin = np.sin(angle) * scale
+    cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
     shift = 0.04 * size
-    cx = size / 2 + uniform.between(-shift, shift)
-    cy = size / 2 + uniform.between(-shift, shift)
+    cx, cy = (size / 2 + uniform.between(-shift, shift) for _ in range(2))
+    # Maps the center (cx, cy) of the output to the center (side, side) of the padded digit.
     affine = (cos, sin, side - cos * cx - sin * cy, -sin, cos, side + sin * cx - cos * cy)
     smooth = Image.fromarray(padded.astype(np.float32)).transform(
         (size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
@@ -158,8 +156,8 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
     number."""
     digit = np.frombuffer(read_range(sample), np.uint8).reshape(SIDE, SIDE)
     uniform = Uniform(stable_hash(seed, sample.name, int(sample.key.rpartition("_")[2])))
-    image = Image.fromarray(render(digit / WHITE, image_size, uniform))
-    return encode_jpeg(image, quality=JPEG_QUALITY)
+    pixels = render(digit / WHITE, image_size, uniform)
+    return encode_jpeg(Image.fromarray(pixels), quality=JPEG_QUALITY)
 
 
 # ---- the source ----------------------------------------------------------------------------------

@@ -148,9 +148,9 @@ def _fill(
     builder.classes(names)
 
     ignored = Ignored()
-    label_of = {name: labels[_normalized(name)] for name in names}
-    _add_split(builder, train, label_of, fractions, ignored)
-
+    _add_split(
+        builder, train, {name: labels[_normalized(name)] for name in names}, fractions, ignored
+    )
     _check_train(train, names, builder.count("train"), ignored)
 
     for split, tree in layout.trees.items():

@@ -285,9 +285,9 @@ def _print_use(output: Output, splits: list[str], num_classes: int, is_ours: boo
         if num_classes
         else f"classify its images with: python launch/predict.py {quote(str(output))}"
     )
-    can_verify = output.local and not is_ours
-    check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
-    print(f"{use}{check if can_verify else ''}")
+    if output.local and not is_ours:
+        use += f"; check it with: python -m data_prep.verify {quote(str(output))}"
+    print(use)
 
 
 def _settings(output: Output, splits: list[str]) -> str:

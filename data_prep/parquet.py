@@ -99,6 +99,7 @@ def find_files(source: Path) -> dict[str, list[Path]]:
 
 
 def _split_of(path: Path, source: Path) -> str | None:
+    """Return the split in a file's name, or else in the name of its nearest folder."""
     parts = (path.stem, *reversed(path.relative_to(source).parts[:-1]))
     words = re.split("[^a-z]+", "/".join(parts).lower())
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)

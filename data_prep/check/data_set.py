@@ -184,8 +184,9 @@ def _open(root: Path, shown: str, tars_at: str | None) -> DataSet:
         tars_at = info["shards_at"]
     for name in info["splits"]:
         describe_split(info, name, shown)
-    parts = [SplitFiles(name, described) for name, described in info["splits"].items()]
-    return DataSet(root, shown, tars_at, info, parts)
+    return DataSet(
+        root, shown, tars_at, info, [SplitFiles(*item) for item in info["splits"].items()]
+    )
 
 
 def tars_of(info: Mapping[str, Any]) -> list[str]:

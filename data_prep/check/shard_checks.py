@@ -142,6 +142,7 @@ def capped(findings: Iterable[ShardFinding]) -> Iterator[ShardFinding]:
 
 
 def check_shard(shard: CheckedShard) -> Checked:
+    """Check a shard completely. Runs in a worker process."""
     try:
         with _local(shard) as tar:
             return _check_tar(shard, tar)
@@ -150,6 +151,7 @@ def check_shard(shard: CheckedShard) -> Checked:
 
 
 def _check_tar(shard: CheckedShard, tar: Path) -> Checked:
+    """Check the bytes of `tar`, its structure, the records about it, and then every image."""
     sha256 = sha256_of(tar)
     hashed = shard.sha256 is not None
     findings = []
@@ -169,11 +171,10 @@ def _check_tar(shard: CheckedShard, tar: Path) -> Checked:
     try:
         samples = scan_tar(tar, shard.layout, skipped)
     except ShardError as error:
-        text = str(error).removeprefix(f"{tar}: ")
-        findings.append(
-            ShardFinding("tars", shard.name, f"{text}; the images in this shard were not checked")
+        problem = (
+            f"{str(error).removeprefix(f'{tar}: ')}; the images in this shard were not checked"
         )
-        return Checked(findings, hashed=hashed)
+        return Checked([*findings, ShardFinding("tars", shard.name, problem)], hashed=hashed)
 
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
     seen = np.empty(len(samples), SEEN_DTYPE)
@@ -218,12 +219,13 @@ def _check_idx(
         )
         return
 
+    # The first line is a header, with the number of samples.
     places = [0, *(number + 1 for number in numbers or range(len(samples)))]
-    expected = [b"v1.2 %d\n" % count, *idx_lines(samples)[1:]]
-    for place, line in zip(places, expected, strict=True):
+    expected_lines = [b"v1.2 %d\n" % count, *idx_lines(samples)[1:]]
+    for place, expected in zip(places, expected_lines, strict=True):
         actual = lines[place] if place < len(lines) else b""
-        if actual != line:
-            first, second = (text.decode("utf-8", "replace")[:80] for text in (actual, line))
+        if actual != expected:
+            first, second = (line.decode("utf-8", "replace")[:80] for line in (actual, expected))
             yield ShardFinding(
                 "indexes",
                 path.name,
@@ -374,8 +376,9 @@ def check_shard_quickly(shard: CheckedShard) -> Checked:
             version = source.stat(shard.name)
 
             def read(size: int, position: int) -> bytes:
-                stop = min(position + size, version.size)
-                return source.read(shard.name, position, stop, version)
+                return source.read(
+                    shard.name, position, min(position + size, version.size), version
+                )
 
             findings = [*_check_rows(shard, read, version.size, rows, chosen)]
     except OSError as error:
@@ -389,10 +392,9 @@ def _check_rows(
 ) -> Iterator[ShardFinding]:
     """Decode the chosen samples, and compare their index rows with the surrounding tar headers."""
     samples = []
-    good = []
+    found = []
     for number in chosen:
-        offset = int(rows["offset"][number])
-        size = int(rows["size"][number])
+        offset, size = int(rows["offset"][number]), int(rows["size"][number])
         try:
             sample = _sample_around(shard, read, end, rows, number)
         except (TarDamaged, InvalidSample) as error:
@@ -409,12 +411,12 @@ def _check_rows(
         if isinstance(image, ShardFinding):
             yield image
         samples.append(sample)
-        good.append(number)
+        found.append(number)
         count_one(len(data))
 
     if samples:
-        yield from compare_rows(shard, rows[good], samples, numbers=good)
-        yield from _check_idx(shard, samples, good)
+        yield from compare_rows(shard, rows[found], samples, numbers=found)
+        yield from _check_idx(shard, samples, found)
 
 
 def _sample_around(
@@ -427,8 +429,8 @@ def _sample_around(
     offset = int(rows["offset"][number])
     start = 0
     if number:
-        before = rows[number - 1]
-        start = math.ceil(int(before["offset"] + before["size"]) / TAR_BLOCK) * TAR_BLOCK
+        previous = rows[number - 1]
+        start = math.ceil(int(previous["offset"] + previous["size"]) / TAR_BLOCK) * TAR_BLOCK
     stop = int(rows["offset"][number + 1]) if number + 1 < len(rows) else end
 
     group: list[tuple[str, Member, str]] = []

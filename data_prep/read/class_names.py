@@ -46,16 +46,12 @@ def choose_layout(
     if flags == NO_FLAGS:
         return recorded, recorded_names
 
-    if flags.classes is None:
-        chosen_names, label_names = recorded_names, recorded.class_names
-    else:
-        chosen_names = read_class_names(flags.classes)
-        label_names = tuple(chosen_names)
+    chosen_names = recorded_names if flags.classes is None else read_class_names(flags.classes)
     chosen = SampleLayout(
         image=_suffix(flags.image),
         label=_suffix(flags.label) or "cls",
         keys_with_dots=flags.keys_with_dots,
-        class_names=label_names,
+        class_names=recorded.class_names if flags.classes is None else tuple(chosen_names),
     )
     problems = layout_problems(chosen.image, chosen.label, chosen.keys_with_dots, FLAGS)
     if problems:

@@ -164,9 +164,14 @@ def _inner_tars(path: Path) -> list[TarPlace]:
 
 def folder_of_tars(paths: Sequence[Path]) -> ImageNetLayout:
     """Return the layout for a folder with one tar per class."""
-    title = f"{len(paths):,} tars, one a class, read in place"
     tars = [TarPlace(path.stem, path) for path in paths]
-    return _layout_of("train", title, paths[0].parent, lambda: tars, paths)
+    return _layout_of(
+        "train",
+        f"{len(paths):,} tars, one a class, read in place",
+        path=paths[0].parent,
+        places=lambda: tars,
+        inputs=paths,
+    )
 
 
 def tree(split: str, folder: Path, wnids: Sequence[str]) -> ImageNetLayout:

@@ -272,8 +272,9 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
 def _split_of_list(path: str) -> str:
     """Return the split in the name of a list, or else of its folder, or "" if it is unclear."""
     folder, name = os.path.split(path.lower().replace("trainval", "train"))
-    in_name = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)}
-    splits = in_name or {split_of(os.path.basename(folder)) or ""}
+    splits = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)} or {
+        split_of(os.path.basename(folder)) or ""
+    }
     return splits.pop() if len(splits) == 1 else ""  # train_test_split.txt
 
 

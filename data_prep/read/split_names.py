@@ -45,7 +45,7 @@ def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
 
     found = by_rest.pop("", {})
     if "train" not in found.values():
-        groups = by_rest.values()
-        with_other_words = (group for group in groups if {"train"} < set(group.values()))
-        found |= next(with_other_words, {})
+        # The first group that contains train and another split.
+        groups = (group for group in by_rest.values() if {"train"} < set(group.values()))
+        found |= next(groups, {})
     return found

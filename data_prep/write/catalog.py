@@ -47,12 +47,6 @@ SPOOL = "_spool"
 """The subfolder of the output folder for the files of `Builder.spool`."""
 ROWS_IN_MEMORY = 1 << 21
 """The maximum number of rows to sort or compare at a time. Larger tables are split into parts."""
-KEYS_IN_MEMORY = 1 << 16
-"""The maximum number of keys to decode at a time."""
-SMALL_VAL = 100
-"""An accuracy on fewer held-out images is reported as uncertain."""
-ENOUGH_HELD_OUT = 0.2
-"""The fraction to hold out of a small data set."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,8 @@ class Source:
             (os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in self.inputs
         ]
-        text = json.dumps([FORMAT, self.name, self.options, seed, inputs, minival])
-        return hashlib.sha256(text.encode()).hexdigest()
+        values = [FORMAT, self.name, self.options, seed, inputs, minival]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 _open_table = lru_cache(maxsize=4)(Table)
@@ -275,7 +269,8 @@ class Builder:
         """
         self.close()
         table = Table(self.folder, split, self.files)
-        parts = np.array_split(np.arange(len(table)), len(table) // KEYS_IN_MEMORY + 1)
+        # At most 65,536 keys are in memory at a time.
+        parts = np.array_split(np.arange(len(table)), len(table) // 65536 + 1)
         hashes = np.concatenate([key_hashes(table.keys(part)) for part in parts])
 
         order = np.lexsort((hashes, table.rows["label"]))
@@ -318,15 +313,16 @@ class Builder:
         in_train = self.count("train")
         lacking = np.flatnonzero((self.count(split) == 0) & (in_train > 0))
         num_held_out = self.count(split).sum()
-        is_small = num_held_out < SMALL_VAL and 0 < fraction < ENOUGH_HELD_OUT
 
         if not len(lacking):
+            # More than 20 % is not suggested.
+            is_small = num_held_out < 100 and 0 < fraction < 0.2
             if split == "val" and is_small:
                 # 95 % confidence: 1.96 * sqrt(p * (1 - p) / n), at most 0.98 / sqrt(n), at p = 0.5.
                 self.report(
                     f"val has only {num_held_out} images, so an accuracy is uncertain by up to"
                     f" {98 / num_held_out**0.5:.0f} percentage points: to compare runs, use"
-                    f" {flag.format(ENOUGH_HELD_OUT)}"
+                    f" {flag.format(0.2)}"
                 )
             return
 
@@ -408,7 +404,7 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
         )
 
         for part in range(num_parts):
-            low, high = part * width, (part + 1) * width - 1
+            low, high = np.uint64(part * width), np.uint64((part + 1) * width - 1)
             rows, hashes = _sorted_range(folder / f"{table.split}.hashes.bin", low, high)
 
             # Only one in 10**11 data sets has two different keys with the same hash.
@@ -430,15 +426,14 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
         )
 
 
-def _sorted_range(path: Path, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+def _sorted_range(path: Path, low: np.uint64, high: np.uint64) -> tuple[np.ndarray, np.ndarray]:
     """Return the row numbers and the records of the HASH file `path` with hashes in [low, high].
 
     Both are sorted by hash.
     """
     chosen = []
     for start, chunk in _chunks(path, HASH):
-        is_inside = (chunk["hash"] >= np.uint64(low)) & (chunk["hash"] <= np.uint64(high))
-        inside = np.flatnonzero(is_inside)
+        inside = np.flatnonzero((chunk["hash"] >= low) & (chunk["hash"] <= high))
         chosen.append((start + inside, chunk[inside]))
 
     rows, hashes = (np.concatenate(column) for column in zip(*chosen, strict=True))

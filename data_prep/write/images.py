@@ -119,8 +119,7 @@ def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if policy.restart_markers == "off":
         return prepared
     marked = restart_markers.with_restart_markers(prepared.data)
-    is_marked = marked.reason is None
-    note = restart_markers.MARKED if is_marked else f"{restart_markers.UNMARKED}{marked.reason}"
+    note = f"{restart_markers.UNMARKED}{marked.reason}" if marked.reason else restart_markers.MARKED
     change = f"{prepared.change}, {note}" if prepared.change else note
     return prepared._replace(data=marked.data, change=change)
 

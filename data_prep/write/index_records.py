@@ -229,10 +229,7 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
     """Return each shard's rows, as recorded in a previous index."""
     rows_of: dict[str, np.ndarray] = {}
-    if info is None:
-        return rows_of
-
-    for split, described in info["splits"].items():
+    for split, described in (info or {"splits": {}})["splits"].items():
         if output.size(f"{split}.index.npy") > 0:
             # A damaged index is rebuilt.
             with temporary_folder() as folder, suppress(ValueError):

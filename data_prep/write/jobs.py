@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 from data_prep.errors import PrepError
@@ -38,93 +38,80 @@ def run_jobs(
     when the job finishes, and {} is returned. The first error stops all jobs and is raised. Jobs
     that count images stop after at most one more image.
     """
-    workers = max(1, min(workers, num_jobs))
     # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with signals_blocked():  # The first value starts a process that would be ended by SIGHUP.
-        images_done = context.Value("Q", 0)
-        bytes_done = context.Value("Q", 0)
+        images_done, bytes_done = context.Value("Q", 0), context.Value("Q", 0)
         stopping = context.Value("b", 0)
 
-    def show_progress(meter: Meter, num_finished: int) -> None:
-        if num_images:
-            meter.update(
-                images_done.value, f"{num_finished} of {num_jobs} {unit}", bytes_done.value
-            )
-        else:
-            meter.update(num_finished)
-
     results: dict[Any, Any] = {}
-    names: dict[Future, Any] = {}
-    children_before = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(
-        workers, context, _start_worker, (images_done, bytes_done, stopping)
-    ) as pool:
-        try:
-            with Meter(title, num_images or num_jobs, "images" if num_images else unit) as meter:
-                show = partial(show_progress, meter)
-                for name, result in _results(pool, jobs, names, JOBS_WAITING * workers, show):
-                    if on_result is None:
-                        results[name] = result
-                    else:
-                        on_result(name, result)
-        except BrokenProcessPool as error:
-            # The dead worker may have held a lock that other workers are waiting for.
-            for worker in set(multiprocessing.active_children()) - children_before:
-                worker.kill()
-            raise _lost_worker() from error
-        except BaseException:
-            stopping.value = 1  # Let the workers clean up before the pool joins them.
-            for future in names:
-                future.cancel()
-            raise
-    return results
-
-
-def _results(
-    pool: ProcessPoolExecutor,
-    jobs: Iterable[tuple[Callable[[Any], Any], Any, Any]],
-    names: dict[Future, Any],
-    most_submitted: int,
-    show_progress: Callable[[int], None],
-) -> Iterator[tuple[Any, Any]]:
-    """Submit the jobs, and yield the name and the result of each job when it finishes.
-
-    Args:
-        names: The names of the jobs that are submitted and not finished. Changed in place, so that
-            the caller can cancel them.
-        most_submitted: The maximum number of these jobs.
-        show_progress: Receives the number of finished jobs, at least five times a second.
-    """
+    submitted: dict[Future, Any] = {}  # maps each job that is not finished to its name
     waiting = iter(jobs)
     num_finished = 0
-    while True:
-        room = most_submitted - len(names)
-        with signals_blocked():  # The first submission starts the workers.
-            for function, argument, name in itertools.islice(waiting, room):
-                names[pool.submit(function, argument)] = name
-        if not names:
-            return
+    workers = max(1, min(workers, num_jobs))
 
-        for future in wait(names, timeout=0.2, return_when=FIRST_COMPLETED).done:
-            name = names.pop(future)
-            yield name, future.result()
-            num_finished += 1
-        show_progress(num_finished)
+    with (
+        ProcessPoolExecutor(
+            workers, context, _start_worker, (images_done, bytes_done, stopping)
+        ) as pool,
+        _stop_on_error(submitted, stopping),
+        Meter(title, num_images or num_jobs, "images" if num_images else unit) as meter,
+    ):
+        while True:
+            room = JOBS_WAITING * workers - len(submitted)
+            with signals_blocked():  # The first submission starts the workers.
+                for function, argument, name in itertools.islice(waiting, room):
+                    submitted[pool.submit(function, argument)] = name
+            if not submitted:
+                return results
+
+            for future in wait(submitted, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                name = submitted.pop(future)
+                if on_result is None:
+                    results[name] = future.result()
+                else:
+                    on_result(name, future.result())
+                num_finished += 1
+
+            if num_images:
+                meter.update(
+                    images_done.value, f"{num_finished} of {num_jobs} {unit}", bytes_done.value
+                )
+            else:
+                meter.update(num_finished)
 
 
-def _lost_worker() -> PrepError:
-    """Return the error for a worker process that ended unexpectedly."""
-    unguarded = ""
-    if sys.modules["__main__"].__spec__ is None:  # Workers import the script.
-        unguarded = (
-            ", or ended at its start, because a script calls this function outside"
-            ' `if __name__ == "__main__":`'
-        )
-    return PrepError(
-        f"a worker process was killed (out of memory?){unguarded}; run the same command"
-        " again, perhaps with fewer --workers"
-    )
+@contextmanager
+def _stop_on_error(submitted: Iterable[Future], stopping: Any) -> Iterator[None]:
+    """Stop the jobs of a pool that is still empty if an error occurs in the block.
+
+    Args:
+        submitted: The jobs that are not finished.
+        stopping: A shared value that the workers read. 1 stops them.
+    """
+    children_before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BrokenProcessPool as error:
+        # The dead worker may have held a lock that other workers are waiting for.
+        for worker in set(multiprocessing.active_children()) - children_before:
+            worker.kill()
+
+        unguarded = ""
+        if sys.modules["__main__"].__spec__ is None:  # Workers import the script.
+            unguarded = (
+                ", or ended at its start, because a script calls this function outside"
+                ' `if __name__ == "__main__":`'
+            )
+        raise PrepError(
+            f"a worker process was killed (out of memory?){unguarded}; run the same command"
+            " again, perhaps with fewer --workers"
+        ) from error
+    except BaseException:
+        stopping.value = 1  # Let the workers clean up before the pool joins them.
+        for future in submitted:
+            future.cancel()
+        raise
 
 
 # ---- in a worker process -------------------------------------------------------------------------

@@ -40,9 +40,6 @@ class Output:
     with a remedy. Errors of a local disk are raised unchanged (OSError).
     """
 
-    url: str
-    local: Path | None
-
     def __init__(self, url: str | Path):
         self.local = local_path(url)
         scheme, _, place = str(url).partition("://")
@@ -200,8 +197,8 @@ class Output:
 
 def remove_left_folders() -> None:
     """Remove temporary folders that killed processes left behind on this host."""
-    host = socket.gethostname()
-    for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
+    pattern = f".vit_staging.{glob.escape(socket.gethostname())}.*.tmp"
+    for leftover in Path(tempfile.gettempdir()).glob(pattern):
         remove_if_abandoned(leftover)
 
 

@@ -69,14 +69,16 @@ class Settings:
 
 def parse_part(part: str) -> tuple[int, str, int]:
     """Parse "A-B" into (A, "-", B), or "I/N" into (I, "/", N). Raises PrepError."""
-    match = re.fullmatch(r"([0-9]+)([-/])([0-9]+)", part)
-    first, last = (int(match[1]), int(match[3])) if match else (0, 0)
-    if match is None or not (first <= last if match[2] == "-" else first < last):
-        raise PrepError(
-            f"--shards {part}: expected A-B, such as 100-199, or I/N, such as 0/8 for the first of"
-            " 8 parts"
-        )
-    return first, match[2], last
+    match = re.fullmatch(r"(?P<first>[0-9]+)(?P<kind>[-/])(?P<last>[0-9]+)", part)
+    if match:
+        first, kind, last = int(match["first"]), match["kind"], int(match["last"])
+        is_valid = first <= last if kind == "-" else first < last
+        if is_valid:
+            return first, kind, last
+    raise PrepError(
+        f"--shards {part}: expected A-B, such as 100-199, or I/N, such as 0/8 for the first of 8"
+        " parts"
+    )
 
 
 def allowed_unreadable(share: float, total: int) -> int:
@@ -105,8 +107,11 @@ class WritePlan:
     @property
     def recorded(self) -> dict[str, Any]:
         """The record for `_writing.json` and `_info.json`, compared when a command resumes."""
-        options = {**options_of(self.source, self.settings), "num_shards": self.counts}
-        return {"source": self.source.name, "options": options, "catalog": self.catalog.sha256}
+        return {
+            "source": self.source.name,
+            "options": {**options_of(self.source, self.settings), "num_shards": self.counts},
+            "catalog": self.catalog.sha256,
+        }
 
     @property
     def filenames(self) -> dict[str, list[str]]:
@@ -129,19 +134,19 @@ class WritePlan:
         jobs = []
         for split, names in self.filenames.items():
             for k, name in enumerate(names):
-                job = ShardWork(
-                    name.removesuffix(".tar"),
-                    split,
-                    places=range(k, self.catalog.splits[split], len(names)),
-                    catalog=self.catalog,
-                    read=self.source.read,
-                    policy=self.settings.policy,
-                    with_json=self.settings.with_json,
-                    output=self.output,
-                    plan=plan,
+                jobs.append(
+                    ShardWork(
+                        name.removesuffix(".tar"),
+                        split,
+                        places=range(k, self.catalog.splits[split], len(names)),
+                        catalog=self.catalog,
+                        read=self.source.read,
+                        policy=self.settings.policy,
+                        with_json=self.settings.with_json,
+                        output=self.output,
+                        plan=plan,
+                    )
                 )
-                jobs.append(job)
-
         return jobs
 
 

@@ -110,15 +110,14 @@ class Table:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def text(self, row: int) -> tuple[str, str]:
-        """Return the (key, name) of a row."""
-        return self._text_at(int(self.rows[row]["text"]), int(self.rows[row]["text_size"]))
-
     def keys(self, rows: np.ndarray) -> list[str]:
         """Return the keys of the given rows."""
-        return [self.text(row)[0] for row in rows.tolist()]
+        places = self.rows[rows]
+        texts = zip(places["text"].tolist(), places["text_size"].tolist(), strict=True)
+        return [self._text_at(start, size)[0] for start, size in texts]
 
     def _text_at(self, start: int, size: int) -> tuple[str, str]:
+        """Return the (key, name) in `size` bytes of the texts."""
         text = self._text[start : start + size].tobytes().decode("utf-8", "surrogateescape")
         key, _, name = text.partition("\0")
         return key, name

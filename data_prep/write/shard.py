@@ -80,7 +80,6 @@ class ShardWork(NamedTuple):
 HEADER = struct.Struct("100s8s8s8s12s12s8s1s100s6s2s247x")
 """The ustar fields: name, mode, user, group, size, time, checksum, kind, link, magic, version,
 rest."""
-ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
@@ -132,7 +131,7 @@ class TarStream:
 
         offset = self.size
         self._append(data)
-        self._append(ZEROS[: -len(data) % TAR_BLOCK])
+        self._append(bytes(-len(data) % TAR_BLOCK))
         return Member(name.partition(".")[2], offset, len(data), name)
 
     def close(self) -> str:

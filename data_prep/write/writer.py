@@ -87,8 +87,8 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     remove_left_folders()
 
     try:
-        complete = _is_complete_already(output, source, settings)
-        if not complete and not _write(source, output, settings, start_s):
+        is_complete = _is_complete_already(output, source, settings)
+        if not is_complete and not _write(source, output, settings, start_s):
             return
     except FileNotFoundError as error:
         # Another process has completed the data set and removed the spool folder. Any other missing
