@@ -118,8 +118,7 @@ def find_place(source: Path, classes: int | None = None) -> tuple[CifarKind, Pat
         if matches:
             return matches[0]
 
-    all_names = {path.name for path in source.glob("*")}.union(*names.values())
-    pickles = sorted(PICKLES & all_names)
+    pickles = sorted(PICKLES & {path.name for path in source.glob("*")}.union(*names.values()))
     problem = (
         f"{pickles[0]} is of CIFAR's Python version, whose pickles can run code"
         if pickles

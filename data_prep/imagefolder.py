@@ -113,10 +113,11 @@ def source(
     choices = {"class_order": class_order, "layout": layout}
     options |= {name: value for name, value in choices.items() if value not in (None, "text")}
 
-    fill = partial(_fill, found, fractions, max_unreadable, class_order)
     if no_classes:
         options["label"] = NO_LABEL
         fill = partial(_fill_unlabeled, found, fractions, max_unreadable)
+    else:
+        fill = partial(_fill, found, fractions, max_unreadable, class_order)
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
@@ -201,8 +202,9 @@ def _fill_unlabeled(
     """Add all images in the folders, without labels."""
     ignored = Ignored()
     for split, tree in layout.trees.items():
-        shares = fractions if split == "train" else {split: 1.0}
-        _add_split(builder, tree, {"": -1}, shares, ignored)
+        _add_split(
+            builder, tree, {"": -1}, fractions if split == "train" else {split: 1.0}, ignored
+        )
         if not builder.count(split).any():
             raise PrepError(
                 f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"

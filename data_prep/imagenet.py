@@ -195,8 +195,13 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
         if not builder.count(layout.split).sum() and not errors:
             errors.append(f"{layout.split}: no images in {layout.path}")
 
-        if faults["unknown"]:
-            gaps.append(_describe_unknown(layout.split, Counter(faults["unknown"])))
+        unknown = Counter(faults["unknown"])
+        if unknown:
+            classes = few([f"{wnid} ({count})" for wnid, count in sorted(unknown.items())])
+            gaps.append(
+                f"{layout.split}: {unknown.total():,} images of unknown classes: {classes}; train"
+                " has none of them"
+            )
         gaps += differences(layout.split, class_names, builder.count(layout.split))
         if faults["ignored"]:
             builder.note(
@@ -230,15 +235,6 @@ def _describe_faults(split: str, faults: Faults) -> list[str]:
         for kind, (problem, hint) in FAULTS.items()
         if faults[kind]
     ]
-
-
-def _describe_unknown(split: str, unknown: Counter[str]) -> str:
-    """Return a line about images whose classes train lacks. unknown: the number of each WNID."""
-    classes = [f"{wnid} ({count})" for wnid, count in sorted(unknown.items())]
-    return (
-        f"{split}: {unknown.total():,} images of unknown classes: {few(classes)}; train has none of"
-        " them"
-    )
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -114,9 +114,8 @@ def index(
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
     invalid = [each for each in entries if "tar_offset" in each]  # Our writer adds no offsets.
     _refuse_invalid(sidecars, invalid, max_unreadable)
-    for info in (given_info, own_info):
-        if info is not None:
-            compare_shards(output, info, indexed)
+    for existing in filter(None, (given_info, own_info)):
+        compare_shards(output, existing, indexed)
     classes = choose_classes(recorded_info, class_names, indexed)
 
     _write_split_indexes(output, splits, indexed)

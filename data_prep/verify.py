@@ -181,25 +181,23 @@ def print_report(report: VerifyReport) -> None:
 
 
 RECORDS = "sizes and recorded hashes of files, sidecars and quarantine"
-QUICK = (
-    "labels and number of images per class in the index",
-    "key, label, checksum, `.idx` line and complete decoding of these images, found through the"
-    " index and spread over all shards",
-    "NOT checked (run without --quick): all other images and their labels in the tars, sha256 of"
-    " the shards, tar structure, class names, repeated keys, equal images",
-)
-COMPLETE = (
-    "tar structure, and each row of `.idx` and index against the tars",
-    "complete decoding of these images, and their sizes in pixels",
-    "images per class, repeated keys, equal images (by 64 bits of a hash)",
-)
-"""The report lines that describe what a complete check compares."""
 
 
 def _compared(report: VerifyReport, images: str) -> list[str]:
-    """Describe the comparisons and, after a quick check, the skipped comparisons."""
+    """Describe the comparisons and, after a quick check, the skipped comparisons.
+
+    images: the number of decoded images, with its noun.
+    """
     if report.quick:
-        return [images, RECORDS, *QUICK]
+        return [
+            images,
+            RECORDS,
+            "labels and number of images per class in the index",
+            "key, label, checksum, `.idx` line and complete decoding of these images, found through"
+            " the index and spread over all shards",
+            "NOT checked (run without --quick): all other images and their labels in the tars,"
+            " sha256 of the shards, tar structure, class names, repeated keys, equal images",
+        ]
 
     data = report.data
     num_shards = sum(len(part.filenames) for part in data.parts)
@@ -212,7 +210,9 @@ def _compared(report: VerifyReport, images: str) -> list[str]:
         images,
         RECORDS,
         f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256",
-        *COMPLETE,
+        "tar structure, and each row of `.idx` and index against the tars",
+        "complete decoding of these images, and their sizes in pixels",
+        "images per class, repeated keys, equal images (by 64 bits of a hash)",
         f"class names, keys and labels against {reference}",
     ]
 

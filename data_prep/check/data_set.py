@@ -163,8 +163,7 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
         names = ["quarantine.jsonl", "dataset.md", "contact_sheet.png"]
         names += [f"{split}.index.npy" for split in info["splits"]]
         for tar in tars_of(info):
-            stem = tar.removesuffix(".tar")
-            names += [f"{stem}.idx", f"{stem}.json"]
+            names += [f"{tar.removesuffix('.tar')}.{kind}" for kind in ("idx", "json")]
 
         def fetch(name: str, version: Version | str) -> None:
             if isinstance(version, Version):  # The checks report a missing file.

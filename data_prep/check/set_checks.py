@@ -287,9 +287,8 @@ def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
         skipped = part.quarantined
         skipped_labels = [-1 if entry["label"] is None else entry["label"] for entry in skipped]
         skipped_keys = key_hashes([entry["key"] for entry in skipped], data.seed)
-        keys = [*(seen["key"] for seen in part.seen.values()), skipped_keys]
         rows = np.empty(part.num_samples + len(skipped), HASH)
-        rows["hash"] = np.concatenate(keys)
+        rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), skipped_keys])
         rows["label"] = np.concatenate([part.labels(), np.array(skipped_labels, np.int32)])
         splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
 

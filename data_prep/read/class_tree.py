@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.errors import PrepError, readable
-from data_prep.read import image_tree
 from data_prep.read.archives import Members, walk_archive
 from data_prep.read.image_tree import Ignored, images_below, is_image, listed
+from data_prep.read.image_tree import read as read_file
 from data_prep.read.split_names import split_of
 from data_prep.write.catalog import Builder
 from data_prep.write.samples import Sample, read_range, stable_hash
@@ -46,7 +46,7 @@ class Tree:
     `str` returns the path for messages.
     """
 
-    read: Callable[[Sample], bytes] = staticmethod(image_tree.read)
+    read: Callable[[Sample], bytes] = staticmethod(read_file)
     """The function that reads the bytes of an image. It works in any process."""
     inputs: Sequence[Path] | None = None
     """The `Source.inputs` of the images."""

@@ -177,8 +177,13 @@ def folder_of_tars(paths: Sequence[Path]) -> ImageNetLayout:
 def tree(split: str, folder: Path, wnids: Sequence[str]) -> ImageNetLayout:
     """Return the layout for a folder with one subfolder per class."""
     classes = [TarPlace(wnid, folder / wnid) for wnid in wnids]
-    inputs = (folder, *(place.path for place in classes))
-    return _layout_of(split, f"{len(wnids):,} class folders", folder, lambda: classes, inputs)
+    return _layout_of(
+        split,
+        f"{len(wnids):,} class folders",
+        path=folder,
+        places=lambda: classes,
+        inputs=(folder, *(place.path for place in classes)),
+    )
 
 
 def flat(path: Path) -> ImageNetLayout:
@@ -358,8 +363,9 @@ def _wnids_by_id(meta: bytes, place: str) -> dict[int, str]:
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"].reshape(-1)
         classes = synsets[synsets["num_children"].astype(int) == 0]
-        ids = [int(number) for number in classes["ILSVRC2012_ID"]]
-        wnids = dict(zip(ids, map(str, classes["WNID"]), strict=True))
+        wnids = dict(
+            zip(map(int, classes["ILSVRC2012_ID"]), map(str, classes["WNID"]), strict=True)
+        )
     except Exception as error:
         # scipy raises many kinds of errors for a file that is not a MATLAB file.
         raise PrepError(

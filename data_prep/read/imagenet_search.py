@@ -6,7 +6,7 @@ downloads are searched as well.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -61,10 +61,6 @@ class Search:
     inner_tars: set[Path] = field(default_factory=set)
     parquets: set[Path] = field(default_factory=set)
 
-    def add_labels(self, title: str, read: Callable[[Path], dict[str, str]], path: Path) -> None:
-        """Add a label file that `read` reads."""
-        self.labels.append(ValLabels(path, title, partial(read, path), (path,)))
-
 
 # ---- files ---------------------------------------------------------------------------------------
 
@@ -74,9 +70,11 @@ def _look_at_file(path: Path, search: Search, named: bool) -> None:
     error."""
     name = path.name.lower()
     if DEVKIT.fullmatch(name):
-        search.add_labels(KIT, read_devkit, path)
+        search.labels.append(ValLabels(path, KIT, partial(read_devkit, path), (path,)))
     elif name == KAGGLE_TABLE.lower():
-        search.add_labels("Kaggle's table", read_kaggle_table, path)
+        search.labels.append(
+            ValLabels(path, "Kaggle's table", partial(read_kaggle_table, path), (path,))
+        )
     elif name == TRAIN_TAR.lower():
         search.layouts.append(nested_tar(path))
     elif name == VAL_TAR.lower():
@@ -135,8 +133,14 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
                 wnids[split].add(wnid)
             elif is_table and not name.startswith("__MACOSX/"):
                 table = Sample("", 0, name, str(path), int(offset), int(size))
-                read = partial(read_kaggle_table_in_zip, table)
-                search.labels.append(ValLabels(path, "Kaggle's table in the zip", read, (path,)))
+                search.labels.append(
+                    ValLabels(
+                        path,
+                        "Kaggle's table in the zip",
+                        partial(read_kaggle_table_in_zip, table),
+                        inputs=(path,),
+                    )
+                )
 
     search.layouts += [zip_layout(path, split, wnids[split]) for split in sorted(wnids)]
     if named and not wnids:

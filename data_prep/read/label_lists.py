@@ -241,8 +241,9 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     )
     in_folders = all(map(_class_folder, map(_parts, _column(rows[has_header:], file))))
     if has_header:
-        place = os.path.join(str(root), path)
-        label, split_column = _columns_in_header(place, rows, file, label_column, in_folders)
+        label, split_column = _columns_in_header(
+            os.path.join(str(root), path), rows, file, label_column, in_folders
+        )
     else:
         # A table may begin with the numbers of its rows.
         others = [column for column in range(len(rows[0])) if column != file]

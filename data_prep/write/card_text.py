@@ -155,8 +155,8 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
 
 def card_text(card: Card) -> str:
     """Return the card as Markdown."""
-    has_labels = card.info.get("num_classes") != 0
-    classes = f"of {card.num_classes:,} classes" if has_labels else "without labels"
+    is_unlabeled = card.info.get("num_classes") == 0
+    classes = "without labels" if is_unlabeled else f"of {card.num_classes:,} classes"
     counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
 
     paragraphs = [

@@ -352,9 +352,9 @@ def compare(
         for record in (existing, expected)
     )
 
-    meaning = {"catalog": " (images were added, removed or renamed)"}
     differences = [
-        f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}{meaning.get(key, '')}"
+        f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}"
+        f"{' (images were added, removed or renamed)' if key == 'catalog' else ''}"
         for key in sorted((old.keys() | new.keys()).difference(later))
         if old.get(key) != new.get(key)
     ]

@@ -182,59 +182,70 @@ class TarStream:
 
 def write_shard(work: ShardWork) -> dict[str, Any]:
     """Write and publish one shard, and return its sidecar."""
-    scanned: list[ScannedSample] = []
-    quarantined: list[dict[str, Any]] = []
-    changed: Counter[str] = Counter()
-    num_turned = 0
-
     with work.output.staging() as folder:
         tar = folder / f"{work.name}.tar"
         with replacing(tar) as file, ThreadPoolExecutor(1) as pool:
             stream = TarStream(file.fileno(), pool)
-            samples = work.samples()
-            for sample, later in itertools.zip_longest(samples, samples[READ_AHEAD:]):
-                if later is not None:
-                    _announce(later)
-
-                prepared = _prepare(work, sample)
-                if isinstance(prepared, dict):
-                    quarantined.append(prepared)
-                    count_one()
-                    continue
-
-                scanned.append(_add(stream, work, sample, prepared))
-                if prepared.change:
-                    changed[prepared.change] += 1
-                num_turned += prepared.exif_oriented
-                count_one(len(prepared.data))
-
-            if not scanned:
-                first = quarantined[0]
-                raise PrepError(
-                    f"{work.name}: none of its {len(quarantined)} images can be read (the first"
-                    f" error: {first['name']}: {first['reason']}); repair them, or write fewer"
-                    " shards"
-                )
+            scanned, about_images = _write_samples(work, stream)
             sha256 = stream.close()
 
         write_idx(tar, scanned)
         with replacing(tar.with_suffix(ROWS)) as file:
             np.save(file, index_rows(scanned))
-
-        extra: dict[str, Any] = {
-            "plan": work.plan,
-            "changed": dict(sorted(changed.items())),
-            "quarantined": quarantined,
-        }
-        if num_turned:
-            extra[EXIF_ORIENTED] = num_turned
-        sidecar = info_file.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
+        sidecar = info_file.write_sidecar(
+            tar, len(scanned), sha256=sha256, plan=work.plan, **about_images
+        )
 
         # Publish the sidecar last, because it marks the shard as complete.
         for extension in (".tar", ".idx", ROWS, ".json"):
             work.output.publish(tar.with_suffix(extension))
 
     return sidecar
+
+
+def _write_samples(
+    work: ShardWork, stream: TarStream
+) -> tuple[list[ScannedSample], dict[str, Any]]:
+    """Write all readable samples. Return their members, and the entries of the sidecar about images
+    that are changed, unreadable or not upright.
+
+    Raises PrepError if no image is readable.
+    """
+    scanned: list[ScannedSample] = []
+    quarantined: list[dict[str, Any]] = []
+    changed: Counter[str] = Counter()
+    num_oriented = 0
+
+    samples = work.samples()
+    for sample, later in itertools.zip_longest(samples, samples[READ_AHEAD:]):
+        if later is not None:
+            _announce(later)
+
+        prepared = _prepare(work, sample)
+        if isinstance(prepared, dict):
+            quarantined.append(prepared)
+            count_one()
+            continue
+
+        scanned.append(_add(stream, work, sample, prepared))
+        if prepared.change:
+            changed[prepared.change] += 1
+        num_oriented += prepared.exif_oriented
+        count_one(len(prepared.data))
+
+    if not scanned:
+        first = quarantined[0]
+        raise PrepError(
+            f"{work.name}: none of its {len(quarantined)} images can be read (the first error:"
+            f" {first['name']}: {first['reason']}); repair them, or write fewer shards"
+        )
+
+    about = {
+        "changed": dict(sorted(changed.items())),
+        "quarantined": quarantined,
+        **({EXIF_ORIENTED: num_oriented} if num_oriented else {}),
+    }
+    return scanned, about
 
 
 def _announce(sample: Sample) -> None:
