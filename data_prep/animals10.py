@@ -123,8 +123,7 @@ def _by_class(
 
 def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
     """Return the parts of `path` below `root`, or () if `path` is not below `root`."""
-    parts = PurePosixPath(path).parts
-    above = root.parts
+    parts, above = PurePosixPath(path).parts, root.parts
     return parts[len(above) :] if parts[: len(above)] == above else ()
 
 
@@ -200,14 +199,11 @@ def _note_differences(
 def _source(args: argparse.Namespace) -> Source:
     path = args.source
     if args.download or args.url:
-        path = download_archive(args.url or _kaggle_url(), path, name="animals10.zip")
+        has_login = {"KAGGLE_USERNAME", "KAGGLE_KEY"} <= os.environ.keys()
+        login = "${KAGGLE_USERNAME}:${KAGGLE_KEY}@" if has_login else ""
+        url = args.url or URL.replace("//", f"//{login}")
+        path = download_archive(url, path, name="animals10.zip")
     return source(path, args.fractions, args.split_seed)
-
-
-def _kaggle_url() -> str:
-    if {"KAGGLE_USERNAME", "KAGGLE_KEY"} <= os.environ.keys():
-        return URL.replace("//", "//${KAGGLE_USERNAME}:${KAGGLE_KEY}@")
-    return URL
 
 
 main = source_command(

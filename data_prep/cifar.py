@@ -159,22 +159,7 @@ def source(path: Path, classes: int | None = None) -> Source:
 
 def _fill(kind: CifarKind, place: Path, builder: Builder) -> None:
     """Add the records of each file: label bytes, then 1,024 bytes each of red, green and blue."""
-    needed = (*kind.files, kind.class_names)
-    folder = place
-    if not place.is_dir():
-        folder = builder.folder / "unpacked"
-        folder.mkdir()
-        for name, content in _members(place, needed):
-            if name in needed:
-                (folder / name).write_bytes(content)
-
-    missing = [name for name in needed if not (folder / name).is_file()]
-    if missing:
-        raise PrepError(
-            f"{place}: these files are missing: {', '.join(missing)}; extract them from"
-            f" {kind.archive}"
-        )
-
+    folder = _unpacked(kind, place, builder)
     class_names = (folder / kind.class_names).read_text(errors="replace").split()
     if not len(class_names) == len(set(class_names)) == kind.num_classes:
         raise PrepError(
@@ -207,6 +192,26 @@ def _fill(kind: CifarKind, place: Path, builder: Builder) -> None:
             names=name,
             keys=path.stem,
         )
+
+
+def _unpacked(kind: CifarKind, place: Path, builder: Builder) -> Path:
+    """Return a folder with all files of a data set. An archive is unpacked temporarily."""
+    needed = (*kind.files, kind.class_names)
+    folder = place
+    if not place.is_dir():
+        folder = builder.folder / "unpacked"
+        folder.mkdir()
+        for name, content in _members(place, needed):
+            if name in needed:
+                (folder / name).write_bytes(content)
+
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        raise PrepError(
+            f"{place}: these files are missing: {', '.join(missing)}; extract them from"
+            f" {kind.archive}"
+        )
+    return folder
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -351,9 +351,15 @@ def _add_split(
         keys = iter(unique_keys(images_with_class))
         for name, images in images_of.items():
             image_of_key = dict(zip(islice(keys, len(images)), images, strict=True))
-            shares = split_by_hash(list(image_of_key), fractions)
-            file = builder.file(tree.file_of(name))
-            add_images(builder, file, labels[name], tree, name, image_of_key, shares)
+            add_images(
+                builder,
+                builder.file(tree.file_of(name)),
+                labels[name],
+                tree,
+                folder=name,
+                paths=image_of_key,
+                shares=split_by_hash(list(image_of_key), fractions),
+            )
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:

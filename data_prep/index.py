@@ -292,8 +292,12 @@ def _print_use(output: Output, splits: list[str], num_classes: int, is_ours: boo
 def _settings(output: Output, splits: list[str]) -> str:
     """Return the command-line settings for training on this data set."""
     train = next((name for name in splits if split_of(name) == "train"), splits[0])
-    others = (name for name in splits if name != train)
-    val = min(others, key=lambda name: split_of(name) != "val", default=None)
+    # Prefer a split that means val to any other split.
+    val = min(
+        (name for name in splits if name != train),
+        key=lambda name: split_of(name) != "val",
+        default=None,
+    )
 
     settings = quote(f"data.root={output}")
     if train != "train":

@@ -75,8 +75,9 @@ class LabelList(NamedTuple):
         for row in islice(_rows(root, self.path), int(self.has_header), None):
             parts = _parts(_cell(row, self.file_column))
             split = SPLIT_WORDS.get(_cell(row, self.split_column).lower(), default)
-            in_folder = self.label_column is None
-            label = _class_folder(parts) if in_folder else _cell(row, self.label_column)
+            label = (
+                _class_folder(parts) if self.label_column is None else _cell(row, self.label_column)
+            )
             yield self.split_of_folder.get(parts[0], split), _joined(self.base, *parts), label
 
 

@@ -65,8 +65,7 @@ def write_card(place: Output | Path | str) -> None:
 
 def is_as_written(folder: Path) -> bool:
     """Return whether `dataset.md` and its picture are unchanged since they were written."""
-    card = folder / "dataset.md"
-    sheet = folder / "contact_sheet.png"
+    card, sheet = folder / "dataset.md", folder / "contact_sheet.png"
     if not card.exists() or not sheet.exists():
         return False
 

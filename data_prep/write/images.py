@@ -199,8 +199,7 @@ def _by_pillow(
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
 
-    size = image.size
-    orientation = orientation_of(image)
+    size, orientation = image.size, orientation_of(image)
     untouched = policy.target_size(*size) == size and not policy.is_turned(orientation)
     if is_usable and untouched:
         return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)

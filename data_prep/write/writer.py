@@ -301,20 +301,20 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
 
 
 def _info(plan: WritePlan, sidecars: Sidecars) -> dict[str, Any]:
+    """Return the content of `_info.json`, with the totals of all sidecars."""
     catalog = plan.catalog
     mine = [sidecars[job.name] for job in plan.work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())
 
+    num_oriented = sum(sidecar.get(EXIF_ORIENTED, 0) for sidecar in mine)
     extra: dict[str, Any] = {
         "origin": catalog.notes,
         "listed": dict(catalog.splits),
         "changed": dict(sorted(changed.items())),
         "quarantined": sum(len(sidecar["quarantined"]) for sidecar in mine),
         "made_of": plan.source.made_of(plan.settings.seed, plan.settings.minival),
+        **({EXIF_ORIENTED: num_oriented} if num_oriented else {}),
     }
-    turned = sum(sidecar.get(EXIF_ORIENTED, 0) for sidecar in mine)
-    if turned:
-        extra[EXIF_ORIENTED] = turned
 
     return make_info(
         plan.filenames,
