@@ -160,6 +160,7 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
 
 
 def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
+    """Add the images of each class, and report how they differ from Kaggle's zip."""
     by_class, outside = _by_class(tree.file, sorted(tree.images("", Ignored())))
     builder.classes(CLASS_NAMES)
     file = builder.file(tree.file)
@@ -169,8 +170,12 @@ def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Buil
         add_images(builder, file, label, tree, "", dict(zip(keys, paths, strict=True)), shares)
 
     builder.report_held_out("val", fractions[1], "--fractions with {} for val")
-    counts = {name: len(paths) for name, (_, paths) in by_class.items()}
-    _note_differences(tree.file.resolve().name, counts, outside, builder)
+    _note_differences(
+        tree.file.resolve().name,
+        {name: len(paths) for name, (_, paths) in by_class.items()},
+        outside,
+        builder,
+    )
 
 
 def _note_differences(

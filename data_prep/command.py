@@ -247,14 +247,16 @@ def source_command(
         make: A function that creates the source.
         apply_exif: The default of --apply-exif.
     """
-    exif = {**IMAGES_FLAGS["--apply-exif"], "default": apply_exif}
     return command_line(
         name,
         doc,
         {
             "": flags,
             "shards": SHARDS_FLAGS,
-            "images": {**IMAGES_FLAGS, "--apply-exif": exif},
+            "images": {
+                **IMAGES_FLAGS,
+                "--apply-exif": {**IMAGES_FLAGS["--apply-exif"], "default": apply_exif},
+            },
             "running": RUNNING_FLAGS,
         },
         lambda args: _write_or_plan(make(args), args),

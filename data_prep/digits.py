@@ -176,6 +176,10 @@ def source(
 
 
 def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
+    """Add each rendering as a sample, whose bytes are those of its original.
+
+    copies: the number of renderings per original in each split.
+    """
     # Import scikit-learn only when needed, because it loads slowly and workers do not use it.
     from sklearn.datasets import load_digits
 

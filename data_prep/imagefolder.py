@@ -122,6 +122,7 @@ def source(
 
 
 def _open(path: Path, no_classes: bool) -> Tree:
+    """Open SOURCE. A compressed tar is decompressed first, next to the original."""
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
@@ -248,8 +249,9 @@ def _check_ignored(
     for note in layout.listed.notes:
         builder.report(note)
 
-    num_added = int(sum(builder.count(split).sum() for split in {"val", *layout.trees}))
-    total = num_added + ignored.num_images
+    total = ignored.num_images + int(
+        sum(builder.count(split).sum() for split in {"val", *layout.trees})
+    )
     allowed = allowed_unreadable(max_unreadable, total)
     if ignored.num_images > allowed:
         raise PrepError(

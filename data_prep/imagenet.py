@@ -183,31 +183,18 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
     gaps = [layout.lacking for layout in search.layouts if layout.lacking]
     if len(class_names) != NUM_CLASSES:
         missing = few(sorted(all_wnids - set(class_names)))
-        names = f"; missing: {missing}" if missing else ""
-        gaps.append(f"{len(class_names):,} classes instead of {NUM_CLASSES:,}{names}")
+        gaps.append(
+            f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
+            f"{f'; missing: {missing}' if missing else ''}"
+        )
 
     errors: list[str] = []
-    label_of = {wnid: label for label, wnid in enumerate(class_names)}
     for layout in search.layouts:
-        builder.note(f"{layout.split}: {layout.title} ({layout.path})")
-        faults = _add_split(builder, layout, label_of, labels)
-        errors += _describe_faults(layout.split, faults)
+        errors_of_split, gaps_of_split = _fill_split(builder, layout, labels)
+        errors += errors_of_split
+        gaps += gaps_of_split
         if not builder.count(layout.split).sum() and not errors:
             errors.append(f"{layout.split}: no images in {layout.path}")
-
-        unknown = Counter(faults["unknown"])
-        if unknown:
-            classes = few([f"{wnid} ({count})" for wnid, count in sorted(unknown.items())])
-            gaps.append(
-                f"{layout.split}: {unknown.total():,} images of unknown classes: {classes}; train"
-                " has none of them"
-            )
-        gaps += differences(layout.split, class_names, builder.count(layout.split))
-        if faults["ignored"]:
-            builder.note(
-                f"{layout.split}: {len(faults['ignored']):,} files that are no images are left out:"
-                f" {few(faults['ignored'])}"
-            )
 
     problems = errors if allow_partial else errors + gaps
     if problems:
@@ -228,13 +215,39 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
         builder.report(f"partial: {line}")
 
 
-def _describe_faults(split: str, faults: Faults) -> list[str]:
-    """Return a line for each kind of FAULTS that images of a split have."""
-    return [
+def _fill_split(
+    builder: Builder, layout: ImageNetLayout, labels: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Add the images of a split, and note where they are from. Return lines about errors and gaps.
+
+    labels: maps the names of validation images to WNIDs.
+    """
+    split = layout.split
+    builder.note(f"{split}: {layout.title} ({layout.path})")
+    label_of = {wnid: label for label, wnid in enumerate(builder.class_names)}
+    faults = _add_split(builder, layout, label_of, labels)
+    if faults["ignored"]:
+        builder.note(
+            f"{split}: {len(faults['ignored']):,} files that are no images are left out:"
+            f" {few(faults['ignored'])}"
+        )
+
+    errors = [
         f"{split}: {len(faults[kind]):,} images {problem}: {few(faults[kind])}; {hint}"
         for kind, (problem, hint) in FAULTS.items()
         if faults[kind]
     ]
+
+    gaps = []
+    unknown = Counter(faults["unknown"])
+    if unknown:
+        classes = few([f"{wnid} ({count})" for wnid, count in sorted(unknown.items())])
+        gaps.append(
+            f"{split}: {unknown.total():,} images of unknown classes: {classes}; train has none of"
+            " them"
+        )
+    gaps += differences(split, builder.class_names, builder.count(split))
+    return errors, gaps
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ def source(folder: Path, variant: str = "mnist") -> Source:
 
 
 def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
+    """Add the images of both splits. Compressed images are unpacked temporarily."""
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
         labels_file = files[f"{part}-labels-idx1-ubyte"]

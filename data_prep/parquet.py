@@ -210,6 +210,7 @@ def _classes(files: Mapping[str, Sequence[FileLabels]]) -> list[Any]:
 
 
 def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any]) -> Iterator[str]:
+    """Yield a line about each problem of the labels in the files of all splits."""
     for split, split_files in files.items():
         counts = sum((file.counts for file in split_files), Counter[Any]())
         num_unlabeled = sum(counts[value] for value in NO_LABEL)
@@ -235,26 +236,30 @@ def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any])
         return
 
     for file in labeled:
-        wrong = [
-            str(value)
-            for value in sorted(file.values, key=str)
-            if file.class_of(value) is None or isinstance(value, float)
-        ]
-        if wrong:
-            kind = (
-                f"outside the {len(file.names):,} classes"
-                if file.names
-                else "that are not whole numbers"
-            )
-            yield f"{file.path.name}: labels {kind}: {few(wrong)}: correct them"
+        yield from _problems_of_file(file, classes, files["train"][0])
 
-        unknown = file.classes - {*classes, None}
-        if unknown and file.has_names:
-            yield (
-                f"{file.describe()} has images of {few(sorted(map(str, unknown)))}, which"
-                f" {files['train'][0].describe()} does not list: add this class there, or remove"
-                " these images"
-            )
+
+def _problems_of_file(file: FileLabels, classes: Sequence[Any], first: FileLabels) -> Iterator[str]:
+    """Yield a line about labels that are invalid, and about classes that the first file lacks."""
+    wrong = [
+        str(value)
+        for value in sorted(file.values, key=str)
+        if file.class_of(value) is None or isinstance(value, float)
+    ]
+    if wrong:
+        kind = (
+            f"outside the {len(file.names):,} classes"
+            if file.names
+            else "that are not whole numbers"
+        )
+        yield f"{file.path.name}: labels {kind}: {few(wrong)}: correct them"
+
+    unknown = file.classes - {*classes, None}
+    if unknown and file.has_names:
+        yield (
+            f"{file.describe()} has images of {few(sorted(map(str, unknown)))}, which"
+            f" {first.describe()} does not list: add this class there, or remove these images"
+        )
 
 
 # ---- the source ----------------------------------------------------------------------------------
@@ -283,8 +288,11 @@ def source(
     refuse_val_fraction(val_fraction, *files.get("val", ()))
 
     first = files["train"][0]
-    readmes = [folder / "README.md" for folder in (first.parent, first.parent.parent)]
-    readmes = [readme for readme in readmes if os.path.lexists(readme)]
+    readmes = [
+        folder / "README.md"
+        for folder in (first.parent, first.parent.parent)
+        if os.path.lexists(folder / "README.md")
+    ]
     columns = choose_columns(first, readmes, image, label)
 
     numbers = ", ".join(f"{split} {len(paths)}" for split, paths in files.items())

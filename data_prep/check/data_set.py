@@ -175,6 +175,7 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
 
 
 def _open(root: Path, shown: str, tars_at: str | None) -> DataSet:
+    """Read `_info.json` in `root`, which may state that the tars are elsewhere. See `DataSet`."""
     if (root / "_writing.json").exists() and not (root / "_info.json").exists():
         raise PrepError(f"{root}: this data set is incomplete: rerun the command that writes it")
 

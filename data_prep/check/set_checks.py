@@ -38,8 +38,9 @@ def check_folder(data: DataSet) -> Iterator[ShardFinding]:
     listed = Counter(tars_of(data.info))
 
     # Earlier versions of data_prep did not record hashes.
-    has_split_hash = any("sidecars_sha256" in part.described for part in data.parts)
-    if "info_sha256" in data.info or has_split_hash:
+    if "info_sha256" in data.info or any(
+        "sidecars_sha256" in part.described for part in data.parts
+    ):
         yield from _check_sealed(data)
 
     for name, count in listed.items():

@@ -80,12 +80,14 @@ def read_layout(
         _check_apart(root, folder_trees["train"], label_lists)
         trees = folder_trees | trees
 
-    trees_in_order = {split: trees[split] for split in ("train", "val", "test") if split in trees}
+    in_order: dict[str, Tree] = {
+        split: trees[split] for split in ("train", "val", "test") if split in trees
+    }
     unused = [
         f"{'/'.join(folder) or 'SOURCE itself'} ({found.folders[folder]:,})"
         for folder in sorted(unused_folders)
     ]
-    return Layout(trees_in_order, unused, listed_images)
+    return Layout(in_order, unused, listed_images)
 
 
 def _read_label_lists(

@@ -80,18 +80,18 @@ def choose_column(
         place: The file to name in a PrepError.
         name: The value of `flag`, if the user gave it.
     """
-    usual = [column for column in candidates if column.lower() in usual_names]
-    possible = usual if len(usual) == 1 else candidates
-    if name is None and len(possible) == 1:
-        return possible[0]
-    if name is not None and name in columns:
-        return name
-
     listed = ", ".join(columns)
     if name is not None:
+        if name in columns:
+            return name
         raise PrepError(
             f"{flag} {name}: {place} has no such column{did_you_mean(name, columns)}; its columns"
             f" are {listed}"
         )
+
+    usual = [column for column in candidates if column.lower() in usual_names]
+    possible = usual if len(usual) == 1 else candidates
+    if len(possible) == 1:
+        return possible[0]
     choice = f"{', '.join(possible)} are possible" if possible else "no name is a usual one"
     raise PrepError(f"{place}: the columns are {listed}, and {choice}: choose one with {flag}")

@@ -114,6 +114,7 @@ def members_of(folder: Path) -> Members:
 
 
 def _images_in(places: Callable[[], Sequence[TarPlace]], _: Builder) -> Iterator[ImageNetImages]:
+    """Yield the images of all places in order, while threads list the next places."""
     todo = places()
     with ThreadPoolExecutor(READERS) as pool:
         for place, batches in zip(todo, pool.map(TarPlace.members, todo), strict=True):
@@ -146,6 +147,7 @@ def nested_tar(path: Path) -> ImageNetLayout:
 
 
 def _inner_tars(path: Path) -> list[TarPlace]:
+    """Return the places of the tars in a tar. Raises PrepError if it contains anything else."""
     tars = []
     for members in walk_tar(path):
         for name, offset, size in zip(*members, strict=True):
@@ -210,12 +212,13 @@ def place_in_zip(name: str) -> tuple[str, str, str] | None:
 
 
 def _zip_images(path: Path, split: str, _: Builder) -> Iterator[ImageNetImages]:
+    """Yield the images of a split in a zip, class by class in each batch of members."""
     for members in walk_zip(path):
         # Maps WNIDs to rows of `members`, and these to file names.
         rows_of_class = defaultdict[str, dict[int, str]](dict)
         for row, place in enumerate(map(place_in_zip, members.names)):
             if place is not None and place[0] == split:
-                _, wnid, name = place
+                wnid, name = place[1:]
                 rows_of_class[wnid][row] = name
 
         for wnid, name_of_row in rows_of_class.items():
@@ -396,6 +399,10 @@ def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
 
 
 def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
+    """Return {image name: WNID} from Kaggle's table.
+
+    The column PredictionString has a WNID and a box for each object: "n01440764 10 20 110 120 ".
+    """
     labels: dict[str, str] = {}
     rows = csv.DictReader(io.StringIO(_text(content, place)))
     try:

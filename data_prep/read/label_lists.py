@@ -31,7 +31,8 @@ HEAD_ROWS = 20
 """The number of rows that show whether a text is a list of labels."""
 SPLIT_COLUMNS = ("split", "set", "subset", "dataset", "data set", "data_set")
 _IMAGE = re.compile(
-    rf"(.+?(?:{'|'.join(map(re.escape, EXTENSIONS))}))(?:\s+([^\s,;].*))?$", re.IGNORECASE
+    rf"(?P<file>.+?(?:{'|'.join(map(re.escape, EXTENSIONS))}))(?:\s+(?P<rest>[^\s,;].*))?$",
+    re.IGNORECASE,
 )
 """Matches a path with the suffix of an image, and what follows after a blank."""
 _NUMBERS = re.compile(r"\d+(\s+-?[\d.]+)*")
@@ -101,8 +102,9 @@ class Listed(NamedTuple):
 
 
 def _rows(root: Tree, path: str) -> Iterator[list[str]]:
-    """Yield the columns of each row of a text."""
+    """Yield the columns of each row of a text. Rows that begin with # may precede the first row."""
     folder, name = os.path.split(path)
+    # CUB-200-2011 has three files, whose rows begin with the number of an image.
     beside = [_joined(folder, file) for file in ("image_class_labels.txt", "train_test_split.txt")]
     if name == "images.txt" and all(map(root.has, beside)):
         labels, is_train = (_by_number(root, each) for each in beside)
@@ -116,13 +118,14 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
     first = next((line for line in lines if not line.startswith("#")), "")
     if "\0" in first:
         raise PrepError(f"{root.file / path}: a text in UTF-16: save it as UTF-8, or remove it")
-    lines = chain([first] * bool(first), lines)
+    lines = chain(filter(None, [first]), lines)
 
-    # Excel writes semicolons where the comma is the decimal point.
+    # A tab, or else the comma or semicolon that is first. Excel writes semicolons where the comma
+    # is the decimal point.
     delimiter = "\t" if "\t" in first else min(",;", key=lambda each: f"{first}{each}".index(each))
     match = _IMAGE.match(first)
     # A label after a blank may contain the delimiter.
-    has_cells = delimiter == "\t" or (delimiter in first and not (match and match[2]))
+    has_cells = delimiter == "\t" or (delimiter in first and not (match and match["rest"]))
 
     with readable(root.file / path, (ValueError, csv.Error), "not a table"):
         if path.endswith(".jsonl"):
@@ -138,6 +141,7 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
 
 
 def _by_number(root: Tree, path: str) -> dict[str, str]:
+    """Return what follows the number in each line of a text, by this number."""
     rows = (line.strip().partition(" ") for line in root.lines(path))
     return {number: rest.strip() for number, _, rest in rows}
 
@@ -146,6 +150,7 @@ def _split_at_blanks(line: str) -> list[str]:
     """Split a row into the image and its label, which may both contain blanks."""
     line = line.strip()
     match = _IMAGE.match(line)
+    # Without a suffix, the name of an image has no blanks.
     file, rest = match.groups("") if match else (*line.split(maxsplit=1), "")[:2]
     # Numbers after a number have other meanings, but the name of a class may have several words.
     return [file, *(rest.split() if _NUMBERS.fullmatch(rest) else filter(None, [rest]))]
@@ -221,44 +226,49 @@ def find_lists(
 
 
 def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
-    """Return a list of labels, or why a list is not used, or "" for a text that is no list."""
+    """Return a list of labels, or why a list is not used, or "" for a text that is no list.
+
+    The first rows show which column names images of the source, in which folder these are, whether
+    there is a header, and which columns contain the labels and the splits.
+    """
     rows = list(islice(_rows(root, path), HEAD_ROWS))
     split = _split_of_list(path)
 
     columns: Sequence[int] = range(max(map(len, rows), default=0))
-    # The number of a class may be the name of an image as well.
-    paths = [k for k in columns if all(map(_IMAGE.match, _column(rows[1:] or rows, k)))]
+    # Prefer columns with suffixes: the number of a class may be the name of an image as well.
+    with_suffix = [k for k in columns if all(map(_IMAGE.match, _column(rows[1:] or rows, k)))]
     places = sorted(
-        chain.from_iterable(_places(root, found, path, split, rows, k) for k in paths or columns)
+        chain(*(_places(root, found, path, split, rows, k) for k in with_suffix or columns))
     )
     if not places:
         is_list = any(map(_IMAGE.match, chain.from_iterable(rows)))
         return "do not name the images in a folder" if is_list else ""
 
-    file, base = places[0].column, places[0].base
+    file_column, base = places[0].column, places[0].base
     has_header = not (
-        _exists(root, _joined(base, *_parts(_cell(rows[0], file))))
+        _exists(root, _joined(base, *_parts(_cell(rows[0], file_column))))
         or any(cell.isdecimal() or "/" in cell or _IMAGE.match(cell) for cell in rows[0])
     )
-    in_folders = all(map(_class_folder, map(_parts, _column(rows[has_header:], file))))
+    in_folders = all(map(_class_folder, map(_parts, _column(rows[has_header:], file_column))))
     if has_header:
-        label, split_column = _columns_in_header(
-            os.path.join(str(root), path), rows, file, label_column, in_folders
+        class_column, split_column = _columns_in_header(
+            os.path.join(str(root), path), rows, file_column, label_column, in_folders
         )
     else:
-        # A table may begin with the numbers of its rows.
-        others = [column for column in range(len(rows[0])) if column != file]
-        label, split_column = min(others, key=lambda k: (k < file, k), default=None), None
+        # A table may begin with the numbers of its rows, so prefer the columns after the images.
+        others = [k for k in range(len(rows[0])) if k != file_column]
+        class_column = min(others, key=lambda k: (k < file_column, k), default=None)
+        split_column = None
 
-    if not paths and label is not None:
-        labels = _column(islice(_rows(root, path), int(has_header), None), label)
+    if not with_suffix and class_column is not None:
+        labels = _column(islice(_rows(root, path), int(has_header), None), class_column)
         if len(set(labels)) == len(labels):  # a list of classes, whose numbers name images as well
             return ""
 
     split = "" if split_column is not None else split
     of_folders = {} if split or split_column is not None else _splits_below(found, base)
     is_by_folder = in_folders and (split or split_column is not None or of_folders)
-    if label is None and not is_by_folder:
+    if class_column is None and not is_by_folder:
         return "contain no labels"
 
     # Places that differ only in the folder are equally good.
@@ -268,7 +278,9 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
             f" {base or 'SOURCE itself'} and {places[1].base}: move one of them away, or use"
             " --layout to ignore the lists"
         )
-    return LabelList(path, split, base, has_header, file, label, split_column, of_folders)
+    return LabelList(
+        path, split, base, has_header, file_column, class_column, split_column, of_folders
+    )
 
 
 def _split_of_list(path: str) -> str:

@@ -60,8 +60,8 @@ def missing_files(split: str, files: Sequence[Path]) -> str:
 def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     """Open the pyarrow ParquetFile at `path`.
 
-    Raises PrepError if the file is not a parquet file, is damaged, or lacks `columns` of suitable
-    types.
+    Raises PrepError if the file is not a parquet file or lacks `columns` of suitable types. An
+    error while the caller reads the file becomes a PrepError as well.
     """
     try:
         import pyarrow.parquet
@@ -72,7 +72,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     try:
         # pyarrow cannot open a path that is not UTF-8.
         with open(path, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as file:
-            problem = "damaged"
+            problem = "damaged"  # The end of the file is complete, because it could be opened.
             if columns is not None:
                 _check_columns(path, file.schema_arrow, columns)
             yield file
@@ -81,6 +81,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
 
 
 def _check_columns(path: Path, schema: Any, columns: Columns) -> None:
+    """Raise PrepError if a file lacks a column, or if the type of a column is not suitable."""
     if not set(columns) <= set(schema.names) or not image_fields(schema, columns.image):
         raise PrepError(
             f"{path}: the columns are {', '.join(schema.names)}; expected {columns.image} (with"

@@ -97,14 +97,16 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 def readme(info: Mapping[str, Any]) -> str:
     """Return README.md, which lists each split's files in Hugging Face's YAML format."""
     names_of = {split: described["filenames"] for split, described in info["splits"].items()}
-    everything = set[str]().union(*names_of.values())
+    all_names = set[str]().union(*names_of.values())
 
     files = []
     for split, names in names_of.items():
+        # A pattern such as train-*.tar, if it matches exactly the files of the split.
         common = os.path.commonprefix([name.removesuffix(".tar") for name in names])  # noqa: RUF071  (of letters: they are names)
         pattern = f"{common.rstrip('0123456789')}*.tar"
-        is_exact = set(fnmatch.filter(everything, pattern)) == set(names)
-        paths = [pattern] if is_exact and not set(pattern[:-5]) & set("[]?*") else names
+        is_exact = set(fnmatch.filter(all_names, pattern)) == set(names)
+        has_wildcards = set("[]?*") & set(pattern.removesuffix("*.tar"))
+        paths = [pattern] if is_exact and not has_wildcards else names
         files += [
             f"  - split: {split}",
             "    path:",
@@ -182,11 +184,14 @@ def contact_sheet(card: Card) -> Image.Image:
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:
-    size = (
-        max(1, CELL * image.width // max(image.size)),
-        max(1, CELL * image.height // max(image.size)),
+    """Resize an image so that its longer side fills a cell."""
+    return image.resize(
+        (
+            max(1, CELL * image.width // max(image.size)),
+            max(1, CELL * image.height // max(image.size)),
+        ),
+        Image.Resampling.BICUBIC,
     )
-    return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:

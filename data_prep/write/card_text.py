@@ -76,8 +76,9 @@ class Card(Classes):
 
     @property
     def num_classes(self) -> int:
-        largest = max(int(self.labels(split).max()) for split in self.indexes)
-        return self.recorded_classes or 1 + largest
+        return self.recorded_classes or 1 + max(
+            int(self.labels(name).max()) for name in self.indexes
+        )
 
     def labels(self, split: str) -> np.ndarray:
         """Return the label of each image, or zeros if the data set has no labels."""
@@ -133,6 +134,7 @@ def load_card(output: Output, folder: Path) -> Card:
 
 
 def _load_index(output: Output, split: str, folder: Path) -> np.ndarray:
+    """Open the index of a split. folder: the target of a download. Raises ShardError."""
     name = f"{split}.index.npy"
     if output.size(name) < 0:
         raise ShardError(
@@ -143,6 +145,7 @@ def _load_index(output: Output, split: str, folder: Path) -> np.ndarray:
 
 
 def _read_range(place: str, offset: int, size: int) -> bytes:
+    """Return `size` bytes at `offset` of a file, given by its path or URL."""
     if "://" not in place:
         with open(place, "rb") as file:
             return os.pread(file.fileno(), size, offset)
@@ -203,6 +206,7 @@ def number_range(counts: np.ndarray) -> str:
 
 
 def _splits(card: Card) -> str:
+    """Return a table with the numbers of each split."""
     quarantined = Counter(entry["split"] for entry in card.quarantined)
     rows = [
         (
@@ -222,6 +226,7 @@ def _splits(card: Card) -> str:
 
 
 def _sizes(card: Card) -> list[str]:
+    """Return paragraphs about the sizes of images, over all splits."""
     images = np.concatenate(list(card.indexes.values()))
     width, height = images["width"], images["height"]
     shorter = np.minimum(width, height)
@@ -232,12 +237,13 @@ def _sizes(card: Card) -> list[str]:
         quantiles = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
         rows.append((title, *(f"{int(value):,}" for value in quantiles)))
 
-    pairs, counts = np.unique(width.astype(np.uint32) << 16 | height, return_counts=True)
+    # A size is one number: the width in the upper 16 bits, the height in the lower ones.
+    sizes, counts = np.unique(width.astype(np.uint32) << 16 | height, return_counts=True)
     most = np.argsort(-counts, kind="stable")[:5]
     common = ", ".join(
-        f"{pairs[k] >> 16} x {pairs[k] & 65535} ({_percent(counts[k], len(shorter))})" for k in most
+        f"{sizes[k] >> 16} x {sizes[k] & 65535} ({_percent(counts[k], len(shorter))})" for k in most
     )
-    more = f", and {len(pairs) - len(most):,} others" if len(pairs) > len(most) else ""
+    more = f", and {len(sizes) - len(most):,} others" if len(sizes) > len(most) else ""
 
     return [
         "Over all splits, in pixels and bytes:",
@@ -268,6 +274,7 @@ def histogram(sides: np.ndarray) -> str:
 
 
 def _colors(card: Card) -> list[str]:
+    """Return paragraphs about the colors of training images."""
     split = next(iter(card.indexes))
     rows = spread(len(card.indexes[split]), COLOR_IMAGES)
     mean, std = color_statistics(card, split, rows)
@@ -301,6 +308,7 @@ def color_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.nd
 
 
 def _conversions(card: Card) -> list[str]:
+    """Return paragraphs about the images that the writer changed, noted or skipped."""
     if "catalog" not in card.info:
         return ["Unknown, because another program wrote these shards."]
 
@@ -330,13 +338,17 @@ def _conversions(card: Card) -> list[str]:
 
 
 def _restart_markers(changed: Mapping[str, int]) -> list[str]:
+    """Return a line about restart markers, or nothing if the writer was not to add any.
+
+    changed: the number of images with each change, such as "resized, with restart markers".
+    """
     marked = 0
     unchanged: Counter[str] = Counter()
-    for reason, count in changed.items():
-        _, unmarked, reason_unmarked = reason.partition(restart_markers.UNMARKED)
-        if unmarked:
-            unchanged[reason_unmarked] += count
-        elif reason.endswith(restart_markers.MARKED):
+    for change, count in changed.items():
+        _, is_unmarked, reason = change.partition(restart_markers.UNMARKED)
+        if is_unmarked:
+            unchanged[reason] += count
+        elif change.endswith(restart_markers.MARKED):
             marked += count
     if not marked and not unchanged:
         return []
@@ -352,6 +364,7 @@ def _restart_markers(changed: Mapping[str, int]) -> list[str]:
 
 
 def _source(card: Card) -> list[str]:
+    """Return paragraphs about the source: the command, its notes and its options."""
     source = card.info.get("source")
     lines = ["Unknown." if source is None else f"Created by `python -m data_prep.{source}`."]
     if card.info.get("origin"):
@@ -366,6 +379,7 @@ def _source(card: Card) -> list[str]:
 
 
 def _classes(card: Card) -> str:
+    """Return a table of all classes with their number of images in each split."""
     counts = {split: card.images_per_class(split) for split in card.indexes}
     rows = [
         (label, card.class_name(label), *map("{:,}".format, numbers))

@@ -230,8 +230,8 @@ class Builder:
             paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
             self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see close)
         text_file, rows_file, hashes_file = self._written[split]
-        text_ends = text_file.tell() + np.cumsum(rows["text_size"], dtype=np.uint64)
-        rows["text"] = text_ends - rows["text_size"]
+        ends = np.cumsum(rows["text_size"], dtype=np.uint64)
+        rows["text"] = text_file.tell() + ends - rows["text_size"]
         text_file.write(b"".join(texts))
         rows_file.write(rows.tobytes())
         hashes_file.write(hashes.tobytes())
@@ -244,8 +244,10 @@ class Builder:
                 file.close()
 
     def _count(self, split: str, labels: np.ndarray) -> None:
+        """Add labels to the counts of a split. Raises PrepError for a label of no class."""
         num_classes = len(self.class_names)
-        outside = labels[(labels < -(num_classes == 0)) | (labels >= num_classes)]
+        lowest = 0 if num_classes else -1  # the label of images without classes
+        outside = labels[(labels < lowest) | (labels >= num_classes)]
         if len(outside):
             raise PrepError(
                 f"split {split!r}: {len(outside)} labels are outside [0, {num_classes}), the first"

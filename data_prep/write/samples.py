@@ -112,9 +112,8 @@ class Table:
 
     def keys(self, rows: np.ndarray) -> list[str]:
         """Return the keys of the given rows."""
-        places = self.rows[rows]
-        texts = zip(places["text"].tolist(), places["text_size"].tolist(), strict=True)
-        return [self._text_at(start, size)[0] for start, size in texts]
+        places = self.rows[rows][["text", "text_size"]].tolist()
+        return [self._text_at(start, size)[0] for start, size in places]
 
     def _text_at(self, start: int, size: int) -> tuple[str, str]:
         """Return the (key, name) in `size` bytes of the texts."""

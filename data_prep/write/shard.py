@@ -142,6 +142,7 @@ class TarStream:
         return self._sha256.hexdigest()
 
     def _append(self, data: bytes) -> None:
+        """Copy data to the buffer, and flush the buffer each time it is full."""
         self.size += len(data)
         while len(data) >= (room := BUFFER_BYTES - self._filled):
             self._buffer[self._filled :] = data[:room]
@@ -288,6 +289,7 @@ def _prepare(work: ShardWork, sample: Sample) -> Prepared | dict[str, Any]:
 
 
 def _add(stream: TarStream, work: ShardWork, sample: Sample, prepared: Prepared) -> ScannedSample:
+    """Append a sample's members (image, label, JSON) to the tar, and return its description."""
     image = stream.add(f"{sample.key}.jpg", prepared.data)
     members = [image]
     described: dict[str, Any] = {"name": sample.name}
