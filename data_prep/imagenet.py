@@ -172,7 +172,8 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
     """Add all images to the catalog. Raises a single PrepError that lists all problems.
 
-    Problems are errors, or gaps (what a part of ImageNet lacks), which `allow_partial` reports.
+    Gaps (images and classes of ImageNet that the source lacks) are problems, unless
+    `allow_partial` is True. Then they are reported.
     """
     labels = read_all_labels(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}

@@ -171,10 +171,9 @@ def _check_tar(shard: CheckedShard, tar: Path) -> Checked:
     try:
         samples = scan_tar(tar, shard.layout, skipped)
     except ShardError as error:
-        problem = (
-            f"{str(error).removeprefix(f'{tar}: ')}; the images in this shard were not checked"
-        )
-        return Checked([*findings, ShardFinding("tars", shard.name, problem)], hashed=hashed)
+        text = str(error).removeprefix(f"{tar}: ")
+        damage = f"{text}; the images in this shard were not checked"
+        return Checked([*findings, ShardFinding("tars", shard.name, damage)], hashed=hashed)
 
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
     seen = np.empty(len(samples), SEEN_DTYPE)

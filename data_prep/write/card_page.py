@@ -149,11 +149,12 @@ def contact_sheet(card: Card) -> Image.Image:
 
     cells: list[tuple[int, int | None]] = []  # (label, row); row is None for an empty cell
     for number in range(num_shown):
-        label = labels[number * len(labels) // num_shown]
+        label = labels[number * len(labels) // num_shown]  # evenly spaced
         rows = np.flatnonzero(card.labels(split) == label)
         cells += [(label, int(rows[place])) for place in spread(len(rows), copies, label)]
         cells += [(label, None)] * (copies - len(rows))
 
+    # All copies of a class are in one line.
     columns = min(COLUMNS - COLUMNS % copies, len(cells))
     num_lines = math.ceil(len(cells) / columns)
 

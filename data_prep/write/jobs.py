@@ -37,6 +37,8 @@ def run_jobs(
     count images with `count_one`. If `on_result(name, result)` is given, it receives each result
     when the job finishes, and {} is returned. The first error stops all jobs and is raised. Jobs
     that count images stop after at most one more image.
+
+    `jobs` may be long: only a few are taken at a time, to keep the workers busy.
     """
     # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -83,7 +85,7 @@ def run_jobs(
 
 @contextmanager
 def _stop_on_error(submitted: Iterable[Future], stopping: Any) -> Iterator[None]:
-    """Stop the jobs of a pool that is still empty if an error occurs in the block.
+    """Stop all jobs if an error occurs in the block. Enter it before the first job is submitted.
 
     Args:
         submitted: The jobs that are not finished.

@@ -207,9 +207,9 @@ def write_shard(work: ShardWork) -> dict[str, Any]:
 def _write_samples(
     work: ShardWork, stream: TarStream
 ) -> tuple[list[ScannedSample], dict[str, Any]]:
-    """Write all readable samples. Return their members, and the entries of the sidecar about images
-    that are changed, unreadable or not upright.
+    """Write all readable samples, and return their descriptions.
 
+    Also returns the sidecar's entries about images that are changed, unreadable or not upright.
     Raises PrepError if no image is readable.
     """
     scanned: list[ScannedSample] = []
@@ -241,12 +241,11 @@ def _write_samples(
             f" {first['name']}: {first['reason']}); repair them, or write fewer shards"
         )
 
-    about = {
+    return scanned, {
         "changed": dict(sorted(changed.items())),
         "quarantined": quarantined,
         **({EXIF_ORIENTED: num_oriented} if num_oriented else {}),
     }
-    return scanned, about
 
 
 def _announce(sample: Sample) -> None:
