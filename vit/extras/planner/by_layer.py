@@ -6,7 +6,8 @@ even for a large model.
 """
 
 import sys
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -49,43 +50,46 @@ def layer_costs(model: ImageModel) -> list[LayerCost]:
     `model` must be on the meta device. Layers without parameters and operations are omitted. All
     parameters of the model are counted.
     """
-    stages = {}
-    for name, module in model.named_children():
-        is_list = isinstance(module, (nn.Sequential, nn.ModuleList)) and name == "blocks"
-        inner = module.named_children() if is_list else ()
-        stages.update({f"{name}.{key}": block for key, block in inner} or {name: module})
-
-    # The hooks run in the order of the forward pass.
+    layers = _named_layers(model)
+    # The hooks add the layers in the order of the forward pass.
     shapes: dict[str, str] = {}
-    order = list[str]()
 
-    def watch(name: str, module: nn.Module) -> Any:
-        def note(module: nn.Module, inputs: object, output: object) -> None:
-            if isinstance(output, Tensor) and name not in shapes:
-                shapes[name] = f"({', '.join(map(str, ('B', *output.shape[1:])))})"
-                order.append(name)
+    def note_shape(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            shapes.setdefault(name, f"({', '.join(map(str, ('B', *output.shape[1:])))})")
 
-        return module.register_forward_hook(note)
-
-    handles = [watch(name, module) for name, module in stages.items()]
+    handles = [
+        layer.register_forward_hook(partial(note_shape, name)) for name, layer in layers.items()
+    ]
     counts = flops_by_operator(model, None, None)
     for handle in handles:
         handle.remove()
 
-    prefix = type(model).__name__
     rows = [
         LayerCost(name, "parameter", str(tuple(parameter.shape)), parameter.numel(), 0)
         for name, parameter in model.named_parameters(recurse=False)
     ]
-    unused = [name for name in stages if name not in order]
-    for name in order + unused:
-        module = stages[name]
-        number = sum(parameter.numel() for parameter in module.parameters())
+    prefix = type(model).__name__  # of the names in `counts`
+    for name in dict.fromkeys([*shapes, *layers]):  # layers without an output come last
+        layer = layers[name]
+        number = sum(parameter.numel() for parameter in layer.parameters())
         flops = int(sum(counts.get(f"{prefix}.{name}", {}).values()))
         if number or flops:
-            rows.append(LayerCost(name, type(module).__name__, shapes.get(name, ""), number, flops))
+            rows.append(LayerCost(name, type(layer).__name__, shapes.get(name, ""), number, flops))
 
     return rows
+
+
+def _named_layers(model: ImageModel) -> dict[str, nn.Module]:
+    """Return the children of `model` by name, with the encoder blocks in place of their list."""
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_children():
+        if name == "blocks" and isinstance(module, (nn.Sequential, nn.ModuleList)):
+            layers |= {f"blocks.{key}": block for key, block in module.named_children()}
+        else:
+            layers[name] = module
+
+    return layers
 
 
 class MemoryNeeds(NamedTuple):

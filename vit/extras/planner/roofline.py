@@ -74,36 +74,39 @@ def forward_work(
     frozen_modules = set[nn.Module]()
     for part in frozen.values():
         frozen_modules.update(part.modules())
-    num_images = 0
-    elements = Counter[bool]()
 
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        elements[module in frozen_modules] += output.numel()
+    num_images = 0
+    elements = Counter[str]()
 
     def count_images(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         nonlocal num_images
         num_images = len(inputs[0])
 
+    def count_elements(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        elements["frozen" if module in frozen_modules else "trained"] += output.numel()
+
     handles = [model.register_forward_pre_hook(count_images)]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    handles += [module.register_forward_hook(count) for module in linear]
+    handles += [module.register_forward_hook(count_elements) for module in linear]
     flops = flops_by_operator(model, training_batch_size, image_size)
     for handle in handles:
         handle.remove()
 
     whole = _work(flops["Global"], elements.total() / num_images)
+    # The backward pass skips these parts.
     parts = [flops.get(f"{type(model).__name__}.{name}", {}) for name in frozen]
-    skipped = [_work(part, 0) for part in parts]
+    frozen_work = [_work(part, 0) for part in parts]
     trained = Work(
-        whole.linear_flops - sum(work.linear_flops for work in skipped),
-        whole.attention_flops - sum(work.attention_flops for work in skipped),
-        elements[False] / num_images,
+        whole.linear_flops - sum(work.linear_flops for work in frozen_work),
+        whole.attention_flops - sum(work.attention_flops for work in frozen_work),
+        elements["trained"] / num_images,
     )
 
     return whole, trained
 
 
 def _work(flops: dict[Any, float], elements: float) -> Work:
+    """Return the work of these FLOPs, which are keyed by operator."""
     attention: float = 0
     for operator, number in flops.items():
         if any(name in str(operator) for name in ATTENTION_OPERATORS):

@@ -22,6 +22,9 @@ _OWN_NAMES = {
 }
 """Maps script names that only one project uses to that project."""
 
+_FLAGS_OF_DEIT3_JAX = {"--train-dataset-shards", "--droppath", "--layers", "--criterion"}
+"""Flags of deit3_jax's main.py that DeiT's main.py does not have."""
+
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "its main_finetune.py"),
@@ -49,6 +52,29 @@ def find_program(command: Command, stated: str | None) -> str:
 
     Raises ValueError if the script is not supported or contradicts `stated`.
     """
+    _refuse_unsupported(command)
+
+    name = command.script.rpartition("/")[2]
+    owner = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
+    program = stated or owner
+    if owner and program != owner:
+        raise ValueError(f"--program {stated}: {command.script} belongs to {owner}: omit --program")
+    if program:
+        return program
+
+    # Several projects have a main.py or a train.py, which differ in their flags.
+    if name == "main.py":
+        return "deit" if _FLAGS_OF_DEIT3_JAX.isdisjoint(command.words) else "deit3_jax"
+    if name.startswith("train"):
+        return _timm_or_torchvision(command)
+    raise ValueError(
+        f"{command.script}: the program cannot be detected: pass --program with one of"
+        f" {', '.join(PROGRAMS)}"
+    )
+
+
+def _refuse_unsupported(command: Command) -> None:
+    """Raise ValueError if `command` runs a known script that cannot be imported."""
     line = " ".join([command.script, *command.words])
     for pattern, (description, nearest) in _NOT_READ.items():
         if re.match(pattern, line):
@@ -56,24 +82,6 @@ def find_program(command: Command, stated: str | None) -> str:
                 f"{command.script} is {description}, which cannot be imported: write the"
                 f" settings by hand, or start from a similar recipe of {nearest}"
             )
-
-    name = command.script.rpartition("/")[2]
-    own = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
-    known = stated or own
-    if own and known != own:
-        raise ValueError(f"--program {stated}: {command.script} belongs to {own}: omit --program")
-    if known:
-        return known
-
-    if name == "main.py":
-        of_jax = {"--train-dataset-shards", "--droppath", "--layers", "--criterion"}
-        return "deit3_jax" if of_jax & set(command.words) else "deit"
-    if name.startswith("train"):
-        return _timm_or_torchvision(command)
-    raise ValueError(
-        f"{command.script}: the program cannot be detected: pass --program with one of"
-        f" {', '.join(PROGRAMS)}"
-    )
 
 
 def _timm_or_torchvision(command: Command) -> str:

@@ -196,36 +196,55 @@ def _check(reading: Reading, recipe: set[str]) -> None:
 
 
 def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]) -> Mapped:
-    """Map `argument` by its rule (see `vit.extras.recipes.arguments`)."""
+    """Return the finding that the rule of `argument` states for its value.
+
+    A rule has one of three forms, which `vit.extras.recipes.arguments` lists with all variants:
+
+        train.epochs                                the settings that equal the value
+        {gap: {model.global_pool: avg}, else: ...}  the settings for each value
+        off: vertical flips                         the kind of the finding, and its text
+    """
     name = argument.name
+    rule = argument.rule
     names = reading.present(" ".join((name, *argument.flags)))
     is_required = argument.type == "required"
     value = reading.args[name] if is_required else reading.args.get(name, argument.default)
 
-    settings = argument.rule.strip("[]?").split(", ")
+    settings = rule.strip("[]?").split(", ")
     if _KNOWN.issuperset(settings):
-        is_off = value is None if argument.rule.startswith("?") else not value
-        is_optional = argument.rule.startswith(("[", "?"))
-        return same(names, {} if is_optional and is_off else dict.fromkeys(settings, value))
+        is_unset = (rule[0] == "[" and not value) or (rule[0] == "?" and value is None)
+        return same(names, {} if is_unset else dict.fromkeys(settings, value))
 
-    if argument.rule.startswith("{"):
-        choices = yaml.safe_load(argument.rule)
-        if "refuse" in choices and value not in choices:
-            raise ValueError(f"{reading.table.flag_of(name)} {value}: {choices['refuse']}")
-        choice = choices.get(value, choices.get("else", {}))
-        if isinstance(choice, str):
-            return cannot(names, choice.format(value))
-        return same(names, {key: _filled(setting, value) for key, setting in choice.items()})
+    if rule.startswith("{"):
+        return _choose(reading, argument, names, value)
 
-    kind, _, text = argument.rule.partition(": ")
+    kind, _, text = rule.partition(": ")
     if kind == "differs":
         return differs(names, text.format(value) if value else "")
     if kind == "off":
         return cannot(name, "" if not value or value == "none" else text)
     if kind == "inert":
-        return inert(" ".join(each.name for each in rules if each.rule == argument.rule), text)
+        # All arguments with this rule become one finding, so that the reason is printed once.
+        return inert(" ".join(each.name for each in rules if each.rule == rule), text)
     assert kind in ("", "-"), f"{reading.table.program}: no function maps {name}"
     return same(names)
+
+
+def _choose(reading: Reading, argument: Argument, names: str, value: Any) -> Mapped:
+    """Return the finding for `value` from a rule that lists values.
+
+    In {ce: {}, mse: {loss.name: mse}, else: the loss {}}, a value is mapped to settings, or to a
+    text that names what is missing. `else` stands for all other values, and `refuse` makes them an
+    error.
+    """
+    choices = yaml.safe_load(argument.rule)
+    if "refuse" in choices and value not in choices:
+        raise ValueError(f"{reading.table.flag_of(argument.name)} {value}: {choices['refuse']}")
+
+    choice = choices.get(value, choices.get("else", {}))
+    if isinstance(choice, str):
+        return cannot(names, choice.format(value))
+    return same(names, {key: _filled(setting, value) for key, setting in choice.items()})
 
 
 def _filled(setting: Any, value: Any) -> Any:
