@@ -135,11 +135,12 @@ class Forecast:
         cores: CPU cores per GPU, which limit the loader. network_gbs: 10**9 bytes per second per
         host, which limit the sums of gradients. None: no limit.
         """
-        hours = math.prod(self.compute_h) ** 0.5
+        hours = math.prod(self.compute_h) ** 0.5  # the geometric mean of both ends
         limit_s = 0.0
         if cores is not None:
             limit_s = self.train_images / (cores * self.num_gpus * IMAGES_PER_CORE_S)
         if network_gbs is not None and self.num_gpus > GPUS_PER_HOST:
+            # An all-reduce passes all gradients through each host twice.
             sums_s = self.plan.total_steps * 2 * self.gradient_bytes / (network_gbs * 1e9)
             limit_s = max(limit_s, sums_s)
         low, high = hours * self.end_to_end.low, hours * self.end_to_end.high
@@ -176,11 +177,6 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         model = create_trained_model(config, data.num_classes)
         teacher = find_teacher(config, data.num_classes)
 
-    num_evaluations = plan.total_steps // plan.eval_every_steps
-    if plan.total_steps % plan.eval_every_steps:
-        num_evaluations += plan.evaluates_at(plan.total_steps)  # the final evaluation
-    num_models = 1 if config.ema.decay is None else 2
-
     precision = config.train.precision
     train_flops = train_flops_per_image(model, plan.micro_batch_size)
     compiled = bool(config.train.compile)
@@ -189,20 +185,20 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     def image_s(work: Work) -> float:
         return speed.factor * seconds(work, gpu, precision, compiled)
 
-    # The time per image in addition to the passes of the trained model.
+    # An image takes the passes of the trained model, one of the teacher, and its share of an
+    # update.
     forward, _ = forward_work(model)
-    taught = None if teacher is None else forward_work(teacher[0])[0]
-    teacher_s = 0.0 if taught is None else image_s(taught)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    num_weights = sum(parameter.numel() for parameter in trained)
+    teacher_forward = Work(0.0, 0.0, 0.0) if teacher is None else forward_work(teacher[0])[0]
+    num_weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     update_s = speed.factor * num_weights * UPDATE_BYTES / (gpu.bandwidth_gbs * 1e9)
-    further_s = teacher_s + update_s / plan.rank_batch_size
+    further_s = image_s(teacher_forward) + update_s / plan.rank_batch_size
 
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
+    ends.append((plan.total_steps, form.size))
     stages = tuple(
         SizeStage(size, stop, image_s(_train_work(config, plan, model, size)) + further_s)
-        for stop, size in (*ends, (plan.total_steps, form.size))
+        for stop, size in ends
     )
 
     disk = disk_needs(config, plan, data.num_classes)
@@ -221,30 +217,45 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         speed=speed,
         end_to_end=end_to_end(forward),
         forward=forward,
-        teacher_flops=0.0 if taught is None else taught.flops,
+        teacher_flops=teacher_forward.flops,
         stages=stages,
         train_flops=train_flops,
         train_images=plan.total_steps * plan.global_batch_size,
-        eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
+        eval_images=_num_eval_images(config, plan, data),
         eval_image_s=image_s(forward),
         gradient_bytes=num_weights * (2 if config.train.reduce_dtype == "bf16" else 4),
     )
 
 
+def _num_eval_images(config: Config, plan: Plan, data: DataSize) -> int:
+    """Return the number of images that all evaluations of all splits and weights read."""
+    num_evaluations = plan.total_steps // plan.eval_every_steps
+    if plan.total_steps % plan.eval_every_steps:
+        num_evaluations += plan.evaluates_at(plan.total_steps)  # the final evaluation
+    num_models = 1 if config.ema.decay is None else 2  # the averaged weights are evaluated too
+    return num_evaluations * num_models * (data.num_val_images + sum(data.further_images))
+
+
 def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -> HostMemory:
+    """Return the host memory for loading training and evaluation images, and for saving.
+
+    saved_bytes: the size of a checkpoint.
+    """
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     order = create_order(config, data.num_images)
     train = Load(
         BatchLayout(plan.rank_batch_size, form.largest, table_layout(config.augment).width),
-        row_unit(config.augment, order),
-        plan.total_steps,
+        row_unit=row_unit(config.augment, order),
+        num_batches=plan.total_steps,
     )
 
     eval_form = ImageFormat.from_config(config.model, config.data)
-    layout = BatchLayout(config.eval.batch_size, eval_form, 0)
-    rows = config.eval.batch_size * plan.world_size
-    sizes = (data.num_val_images, *data.further_images)
-    evals = [Load(layout, 1, math.ceil(size / rows)) for size in sizes]
+    layout = BatchLayout(config.eval.batch_size, eval_form, 0)  # no augmentation table
+    rows_of_all_ranks = config.eval.batch_size * plan.world_size
+    evals = [
+        Load(layout, row_unit=1, num_batches=math.ceil(num_images / rows_of_all_ranks))
+        for num_images in (data.num_val_images, *data.further_images)
+    ]
 
     return host_memory(config.loader, train, evals, on_gpu=True, saved_bytes=saved_bytes)
 
@@ -263,13 +274,15 @@ def largest_micro_batch(
     assumes activations proportional to the micro-batch size.
     """
     rank_batch = plan.global_batch_size // plan.world_size
-    sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
+    sizes = micro_batch_sizes(config.augment, rank_batch)
     if config.train.exact_over_ranks:  # Ranks can have different numbers of micro-batches.
         batch_sizes = micro_batch_sizes(config.augment, plan.global_batch_size)
-        sizes = [0, *(size for size in batch_sizes if size <= rank_batch)]
+        sizes = [size for size in batch_sizes if size <= rank_batch]
+    sizes = [0, *sizes]  # 0 stands for no size that fits
+
     if planned is None:
         planned = step_memory(config, plan, num_classes)
-    totals = {0: 0, plan.micro_batch_size: planned.total}
+    totals = {plan.micro_batch_size: planned.total}
 
     def fits(size: int) -> bool:
         if size not in totals:
@@ -277,9 +290,9 @@ def largest_micro_batch(
             totals[size] = step_memory(config, tried, num_classes).total
         return totals[size] <= usable_bytes(gpu)
 
-    left = usable_bytes(gpu) - planned.total
-    about = plan.micro_batch_size * (1 + left / max(planned.activations, 1))
-    position = max(bisect_right(sizes, about) - 1, 0)
+    free_bytes = usable_bytes(gpu) - planned.total
+    estimate = plan.micro_batch_size * (1 + free_bytes / max(planned.activations, 1))
+    position = max(bisect_right(sizes, estimate) - 1, 0)
     while position and not fits(sizes[position]):
         position -= 1
     while position + 1 < len(sizes) and fits(sizes[position + 1]):

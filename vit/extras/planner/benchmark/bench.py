@@ -49,46 +49,23 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     with world.fail_together():
         subject = look_at_subject(config, world, wishes)
 
-    subject.log(f"{device_name(world)}: {peak_text(*astuple(subject.peak))}")
-    note = precision_note(config.train.precision, world.device)
-    if note:
-        subject.log(f"note: {note}")
-    if form.stages:
-        subject.log(
-            f"note: of {form.sizes_text()} only the last size is measured: to measure another, set"
-            " model.image_size=... schedule.image_sizes=[]"
-        )
-
+    _log_conditions(subject, form)
     if not subject.data.assumed:
         open_data(config, world, subject.reader)  # report data errors before the measurements begin
-    else:
-        subject.log(
-            f"without data (pass --data ROOT to measure the loader): {subject.data.assumed}"
-        )
 
-    modes = [False]  # eager, and then compiled
-    if subject.on_gpu or config.train.compile:
-        reason = why_not_compiled(world.device)
-        if reason:
-            subject.log(
-                f"note: torch.compile does not work here ({reason}): only eager is measured"
-            )
-        else:
-            modes.append(True)
-
-    rows: list[dict[str, Any]] = []
-    loading = None
+    is_compiled = _is_compile_measured(subject)
     with (
         naming_what_fits(config, subject.plan, subject.data.num_classes, world.device),
         # By default, torch compiles a dynamic-shape graph for the second micro-batch size. Training
         # never uses such a graph.
         torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-        if True in modes
+        if is_compiled
         else nullcontext(),
     ):
-        for compiled in modes:
-            measured, loading = _measure_mode(subject, compiled, compiled == modes[-1], rows)
-            rows += measured
+        rows, loading = _measure_mode(subject, compiled=False, is_last=not is_compiled)
+        if is_compiled:
+            further_rows, loading = _measure_mode(subject, True, is_last=True, earlier_rows=rows)
+            rows += further_rows
 
     return {
         "device": device_name(world),
@@ -100,48 +77,69 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     }
 
 
-def _measure_mode(
-    subject: Subject, compiled: bool, is_last: bool, before: Sequence[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Measure the step in one mode, eager or compiled.
+def _log_conditions(subject: Subject, form: ImageFormat) -> None:
+    """Log the device, and what of the config cannot be measured. form: the config's image sizes."""
+    subject.log(f"{device_name(subject.world)}: {peak_text(*astuple(subject.peak))}")
+    note = precision_note(subject.config.train.precision, subject.world.device)
+    if note:
+        subject.log(f"note: {note}")
+    if form.stages:
+        subject.log(
+            f"note: of {form.sizes_text()} only the last size is measured: to measure another, set"
+            " model.image_size=... schedule.image_sizes=[]"
+        )
+    if subject.data.assumed:
+        subject.log(
+            f"without data (pass --data ROOT to measure the loader): {subject.data.assumed}"
+        )
 
-    In the last mode, also measure the loader.
+
+def _is_compile_measured(subject: Subject) -> bool:
+    """Return whether the compiled step is measured too, and log the reason if it cannot be."""
+    if not subject.on_gpu and not subject.config.train.compile:
+        return False
+    reason = why_not_compiled(subject.world.device)
+    if reason:
+        subject.log(f"note: torch.compile does not work here ({reason}): only eager is measured")
+    return not reason
+
+
+def _measure_mode(
+    subject: Subject, compiled: bool, is_last: bool, earlier_rows: Sequence[dict[str, Any]] = ()
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Measure the step in one mode, and in the last mode also the loader.
 
     Args:
         compiled: Whether the step is compiled.
         is_last: Whether this is the last mode to be measured.
-        before: The result rows of earlier modes, whose batch sizes are reused.
+        earlier_rows: The results of an earlier mode, whose batch sizes are reused.
     """
-    device = subject.world.device
     mode = "compiled" if compiled else "eager"
     subject.log(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
     train_step = _create(subject, compiled)
-    largest_before = before[-1]["largest_micro_batch_size"] if before else None
-    largest = _largest(subject, train_step, mode, largest_before) if subject.on_gpu else None
+    largest = None
+    if subject.on_gpu:
+        first_try = earlier_rows[-1]["largest_micro_batch_size"] if earlier_rows else None
+        largest = _largest(subject, train_step, mode, first_try)
 
     rows: list[dict[str, Any]] = []
-    for micro_batch_size in _to_measure(subject, largest):
-        rank_batch_size = _known_batch(subject, [*before, *rows], micro_batch_size) or _affordable(
-            subject, train_step, micro_batch_size
-        )
-        rows.append(
-            _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size)
-            | {"largest_micro_batch_size": largest}
-        )
+    for size in _to_measure(subject, largest):
+        rank_batch_size = _known_batch(subject, [*earlier_rows, *rows], size)
+        if rank_batch_size is None:
+            rank_batch_size = _affordable(subject, train_step, size)
+        rows.append(_measure_row(subject, train_step, mode, size, rank_batch_size, largest))
 
-    for micro_batch_size in _to_sweep(subject, rows):
-        row = _measure_row(subject, train_step, mode, micro_batch_size, rows[-1]["rank_batch_size"])
-        rows.append(row | {"largest_micro_batch_size": largest})
+    rank_batch_size = rows[-1]["rank_batch_size"]
+    for size in _to_sweep(subject, rows):
+        rows.append(_measure_row(subject, train_step, mode, size, rank_batch_size, largest))
 
     loading = None
-    if is_last:
-        first = rows[0]
-        train_step.micro_batch_size = first["micro_batch_size"]
-        if not subject.data.assumed:
-            loading = _measure_loading(subject, train_step, first)
+    if is_last and not subject.data.assumed:
+        train_step.micro_batch_size = rows[0]["micro_batch_size"]
+        loading = _measure_loading(subject, train_step, rows[0])
 
-    del train_step
-    device_memory.release_memory(device)
+    del train_step  # the next mode needs its memory
+    device_memory.release_memory(subject.world.device)
     return rows, loading
 
 
@@ -267,11 +265,20 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
 
 
 def _measure_row(
-    subject: Subject, train_step: TrainStep, mode: str, micro_batch_size: int, rank_batch_size: int
+    subject: Subject,
+    train_step: TrainStep,
+    mode: str,
+    micro_batch_size: int,
+    rank_batch_size: int,
+    largest: int | None,
 ) -> dict[str, Any]:
-    """Time a step with these batch sizes, and return its time, memory and work as a row."""
+    """Time a step with these batch sizes, and return its time, memory and work as a row.
+
+    largest: the largest micro-batch size that fits, or None if it was not searched for.
+    """
     config = subject.config
     world = subject.world
+    # On a CPU, the batch may be smaller than the micro-batch size in the config.
     micro_batch_size = min(micro_batch_size, rank_batch_size)
     train_step.micro_batch_size = micro_batch_size
 
@@ -331,6 +338,7 @@ def _measure_row(
         "all_reduce": all_reduce,
         "peak_memory_gib": None if peak is None else (peak - subject.in_use) / GIB,
         "planned_memory_gib": planned.in_turn / GIB,
+        "largest_micro_batch_size": largest,
     }
 
 

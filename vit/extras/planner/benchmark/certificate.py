@@ -8,7 +8,7 @@
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,45 +59,34 @@ def check_writable(option: str, folder: Path) -> None:
 def step_table(result: Mapping[str, Any]) -> Table:
     """Return a table of the step measurements, with a column for each mode and micro-batch size."""
     rows = result["training"]
-    reduced = [row["all_reduce"] for row in rows]
+    table: Table = []
 
-    table = [
-        ["", *(_mode(row) for row in rows)],
-        ["micro-batch, images", *(f"{row['micro_batch_size']:,}" for row in rows)],
-        ["step of a device, images", *(f"{row['rank_batch_size']:,}" for row in rows)],
-        ["images/s", *(digits(row["images_per_s"]) for row in rows)],
-    ]
+    def add(name: str, cell: Callable[[Mapping[str, Any]], str]) -> None:
+        table.append([name, *map(cell, rows)])
 
+    add("", _mode)
+    add("micro-batch, images", lambda row: f"{row['micro_batch_size']:,}")
+    add("step of a device, images", lambda row: f"{row['rank_batch_size']:,}")
+    add("images/s", lambda row: digits(row["images_per_s"]))
     if result["num_devices"] > 1:
-        table.append(["  of each device", *(digits(row["images_per_s_per_gpu"]) for row in rows)])
-    table += [
-        ["share of the peak (MFU)", *(f"{100 * row['mfu']:.1f} %" for row in rows)],
-        ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
-    ]
+        add("  of each device", lambda row: digits(row["images_per_s_per_gpu"]))
+    add("share of the peak (MFU)", lambda row: f"{100 * row['mfu']:.1f} %")
 
+    add("a step, ms", lambda row: digits(1e3 * row["step_s"]))
     if all(row["bound_s"] for row in rows):
-        table.append(["  at the limits of the GPU", *(_share(row, row["bound_s"]) for row in rows)])
+        add("  at the limits of the GPU", lambda row: _share(row, row["bound_s"]))
     for part, name in PART_NAMES.items():
-        if part == StepPhase.TEACHER and not any(row["parts_s"].get(part) for row in rows):
-            continue  # most configs have no teacher
-        table.append([f"  {name}", *(_share(row, row["parts_s"].get(part, 0.0)) for row in rows)])
+        part_s = [row["parts_s"].get(part, 0.0) for row in rows]
+        if part != StepPhase.TEACHER or any(part_s):  # most configs have no teacher
+            table.append([f"  {name}", *map(_share, rows, part_s)])
+    if all(row["all_reduce"] for row in rows):
+        add("  all-reduce not hidden", lambda row: _share(row, row["all_reduce"]["exposed_s"]))
+        add("all-reduce alone, ms", lambda row: digits(1e3 * row["all_reduce"]["alone_s"]))
 
-    if all(reduced):
-        table += [
-            [
-                "  all-reduce not hidden",
-                *(_share(row, row["all_reduce"]["exposed_s"]) for row in rows),
-            ],
-            ["all-reduce alone, ms", *(digits(1e3 * each["alone_s"]) for each in reduced)],
-        ]
-
-    table += [
-        ["peak memory, GiB", *(_gib(row["peak_memory_gib"]) for row in rows)],
-        ["  as planned", *(_gib(row["planned_memory_gib"]) for row in rows)],
-    ]
+    add("peak memory, GiB", lambda row: _gib(row["peak_memory_gib"]))
+    add("  as planned", lambda row: _gib(row["planned_memory_gib"]))
     if any(row["largest_micro_batch_size"] for row in rows):
-        largest = (f"{row['largest_micro_batch_size']:,}" for row in rows)
-        table.append(["largest micro-batch to fit", *largest])
+        add("largest micro-batch to fit", lambda row: f"{row['largest_micro_batch_size']:,}")
 
     return table
 
@@ -169,7 +158,7 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     loading = before["loading"]
     if result["loading"] is not None:
         model = result["loading"]["model"]
-        loading = [*(row for row in loading if row["model"] != model), result["loading"]]
+        loading = [row for row in loading if row["model"] != model] + [result["loading"]]
 
     training = [*other_rows, *result["training"]]
     peak = {key: result[key] for key in ("peak_tflops", "peak_source")}
@@ -254,7 +243,8 @@ def peak_text(tflops: float, source: str) -> str:
 def _mode(row: Mapping[str, Any]) -> str:
     """Return the mode of a row, such as "compiled, deterministic"."""
     parts = ["compiled" if row["compiled"] else "eager"]
-    parts += ["deterministic"] if row["deterministic"] else []
+    if row["deterministic"]:
+        parts.append("deterministic")
     if row["activation_checkpointing"] != "none":
         parts.append("checkpointing")
     return ", ".join(parts)
@@ -269,6 +259,7 @@ def _gib(value: float | None) -> str:
 
 
 def _as_rows(table: Sequence[Sequence[str]]) -> str:
+    """Format a table as Markdown. Columns with a name are right-aligned."""
     head, *body = [f"| {' | '.join(map(str.strip, row))} |" for row in table]
     rule = "|".join("---:" if name else "---" for name in table[0])
     return "\n".join([head, f"|{rule}|", *body])
