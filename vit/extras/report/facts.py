@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic.fields import FieldInfo
 
 from vit.checkpoint.state import rank
 from vit.config import io as config_io
@@ -29,6 +30,8 @@ from vit.training.model_summary import count_parameters, flops_per_image
 
 RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss", "ece")
 """The result fields of an evaluation. For averaged weights, the names have the suffix `_ema`."""
+_LONG_FRACTION = re.compile(r"(?P<shown>\.\d{5})\d{6,}")
+"""Matches the decimals of a default such as 1/3, of which the first five are shown."""
 
 
 def run_state(
@@ -305,6 +308,7 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
 
 
 def _fault_text(line: dict[str, Any]) -> str:
+    """Return the reason of a fault, and its measured values and largest losses if recorded."""
     general = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
     unlimited = [key for key in line if key.endswith("_limit") and line[key] is None]
     details = [
@@ -330,26 +334,28 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     for section, values in config_io.to_dict(config).items():
         for key, info in type(getattr(config, section)).model_fields.items():
-            default: object = "required"
-            if not info.is_required():
-                # JSON converts tuples to lists, as in the config.
-                default = json.loads(json.dumps(info.get_default(call_default_factory=True)))
-
-            row = {
-                "key": f"{section}.{key}",
-                "value": _text(values[key]),
-                "default": re.sub(r"(\.\d{5})\d{6,}", r"\1…", _text(default)),
-                "differs": info.is_required() or values[key] != default,
-                "about": info.description or "",
-            }
-            rows.append(row)
-
-            # Each optimizer has its own settings class, whose default for `name` is the optimizer's
-            # name.
-            usual = Config.model_fields["optim"].default.name
-            if row["key"] == "optim.name" and values[key] != usual:
-                row.update(differs=True, default=usual)
+            default = _default_of(f"{section}.{key}", info)
+            rows.append(
+                {
+                    "key": f"{section}.{key}",
+                    "value": _text(values[key]),
+                    "default": _LONG_FRACTION.sub(r"\g<shown>…", _text(default)),
+                    "differs": info.is_required() or values[key] != default,
+                    "about": info.description or "",
+                }
+            )
     return rows
+
+
+def _default_of(key: str, info: FieldInfo) -> object:
+    """Return the default of the setting `key` as a config has it, or "required"."""
+    if key == "optim.name":
+        # Each optimizer has its own settings class, whose default is this optimizer's name.
+        return Config.model_fields["optim"].default.name
+    if info.is_required():
+        return "required"
+    # JSON converts tuples to lists, as in the config.
+    return json.loads(json.dumps(info.get_default(call_default_factory=True)))
 
 
 def _text(value: object) -> str:

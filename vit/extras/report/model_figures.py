@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.extras.report.attention import (
@@ -57,6 +58,10 @@ NUM_COLUMNS = 6
 """The number of pictures per row. With attention, each image has two pictures."""
 MAX_LINES = 3
 """The maximum number of classes in the caption of an image."""
+MAX_TILES = 14
+"""The maximum number of rows and of columns of tiles in the picture of position embeddings."""
+TILE_GAPS = 12
+"""The longer side of a tile in the same picture, as a multiple of the gap between tiles."""
 Normalize = Callable[[Tensor], Tensor]
 """A function that converts (B, C, H, W) uint8 on the host to inputs on the model's device."""
 
@@ -466,8 +471,9 @@ def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:
     """Draw the cosine similarity between each position embedding and all others.
 
-    The picture follows Figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021. It has a tile
-    for each position, or for 14 x 14 evenly spaced positions.
+    The picture follows Figure 7 (center) of the ViT paper, Dosovitskiy et al. 2021. It is a mosaic
+    with a tile for each position, or for `MAX_TILES` x `MAX_TILES` evenly spaced positions. A tile
+    is the map of the similarities between its position and all others.
 
     Args:
         pos_embed: (h*w, D) float, without prefix tokens.
@@ -476,50 +482,52 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
     Returns `picture`.
     """
     height, width = grid
-    rows, columns = (np.unique(np.linspace(0, n - 1, min(n, 14)).round().astype(int)) for n in grid)
+    rows, columns = (
+        np.unique(np.linspace(0, n - 1, min(n, MAX_TILES)).round().astype(int)) for n in grid
+    )
     unit = F.normalize(pos_embed.detach().float().cpu(), dim=1)
-    tiles = (
-        (unit.view(height, width, -1)[rows][:, columns] @ unit.T)
-        .view(len(rows), len(columns), height, width)
-        .numpy()
-    )
+    similarity = unit.view(height, width, -1)[rows][:, columns] @ unit.T
+    tiles = similarity.unflatten(2, grid).numpy()
 
-    # Patches are drawn several pixels wide, because the gaps are narrower than a patch.
-    zoom = max(1, 12 // max(grid))
-    gap = max(1, zoom * max(grid) // 12)
-    step_y, step_x = zoom * height + gap, zoom * width + gap
+    # Patches of small grids are drawn several pixels wide, because a gap is narrower than a patch.
+    zoom = max(1, TILE_GAPS // max(grid))
+    gap = max(1, zoom * max(grid) // TILE_GAPS)
+    mosaic = _mosaic(tiles, zoom, gap)
+    # The positions of the tiles' centers in the mosaic, in pixels.
+    centers_y = np.arange(len(rows)) * (zoom * height + gap) + (zoom * height - 1) / 2
+    centers_x = np.arange(len(columns)) * (zoom * width + gap) + (zoom * width - 1) / 2
 
-    mosaic = np.full((len(rows) * step_y - gap, len(columns) * step_x - gap), np.nan)
-    for y, x in np.ndindex(len(rows), len(columns)):
-        tile = tiles[y, x].repeat(zoom, 0).repeat(zoom, 1)
-        mosaic[y * step_y : (y + 1) * step_y - gap, x * step_x : (x + 1) * step_x - gap] = tile
-
-    shown = (
-        ""
-        if tiles.shape[:2] == grid
-        else f" ({len(rows)} × {len(columns)} of {height} × {width} shown)"
-    )
+    title = "Cosine similarity of position embeddings"
+    if tiles.shape[:2] != grid:
+        title += f" ({len(rows)} × {len(columns)} of {height} × {width} shown)"
+    # The mosaic is up to 6.2 inches wide, and the title and the labels take an inch.
     height_in = 1.0 + 6.2 * min(max(len(mosaic) / mosaic.shape[1], 0.3), 1.5)
     with drawing(picture, height_in, layout="constrained") as figure:
-        add_title(figure, f"Cosine similarity of position embeddings{shown}")
+        add_title(figure, title)
         axes = figure.subplots()
         drawn = axes.imshow(
             mosaic, cmap="viridis", vmin=float(tiles.min()), vmax=1.0, interpolation="nearest"
         )
 
         axes.set(xlabel="column of the patch", ylabel="row of the patch")
-        axes.set_xticks(
-            [i * step_x + (step_x - gap - 1) / 2 for i in range(len(columns))],
-            [str(n + 1) for n in columns],
-        )
-        axes.set_yticks(
-            [i * step_y + (step_y - gap - 1) / 2 for i in range(len(rows))],
-            [str(n + 1) for n in rows],
-        )
+        axes.set_xticks(centers_x, [str(n + 1) for n in columns])
+        axes.set_yticks(centers_y, [str(n + 1) for n in rows])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         figure.colorbar(drawn, ax=axes, label="cosine similarity", shrink=0.8, aspect=30)
     return picture
+
+
+def _mosaic(tiles: NDArray[np.float32], zoom: int, gap: int) -> NDArray[np.float64]:
+    """Return `tiles`, (rows, columns, h, w), as one image with gaps of NaN between them.
+
+    zoom: the side of a patch in pixels. gap: the width of a gap in pixels.
+    """
+    large = tiles.astype(np.float64).repeat(zoom, axis=2).repeat(zoom, axis=3)
+    with_gaps = np.pad(large, ((0, 0), (0, 0), (0, gap), (0, gap)), constant_values=np.nan)
+    rows, columns, height, width = with_gaps.shape
+    mosaic = with_gaps.swapaxes(1, 2).reshape(rows * height, columns * width)
+    return mosaic[:-gap, :-gap]  # without the gaps after the last tiles
 
 
 def plot_predictions(

@@ -94,7 +94,7 @@ def read_curves(
             " log.sample_losses=1"
         )
 
-    every = math.ceil(len(files) * num_samples / MAX_CURVE_VALUES)
+    every = math.ceil(len(files) * num_samples / MAX_CURVE_VALUES)  # keep every n-th epoch
     margins = []
     num_seen = np.zeros(num_samples, np.int64)
     sums = np.zeros((3, num_samples))
@@ -104,16 +104,17 @@ def read_curves(
     was_right = np.zeros(num_samples, bool)
 
     for number, (epoch, path) in enumerate(files.items()):
-        added = _add_up(source, epoch, path)
-        weight, _, margin = added
+        sums_of_epoch = _sum_epoch(source, epoch, path)
+        weight, _, margin = sums_of_epoch
         seen = weight > 0
         is_right = seen & (margin > 0)
         num_seen += seen
-        sums += added
+        sums += sums_of_epoch
         first_right[is_right & (first_right == 0)] = epoch
         last_right[is_right] = epoch
         times_forgotten += seen & was_right & ~is_right
         was_right = np.where(seen, is_right, was_right)
+
         if number % every == 0:
             with np.errstate(invalid="ignore"):
                 margins.append((margin / np.where(seen, weight, np.nan)).astype(np.float16))
@@ -132,17 +133,17 @@ def read_curves(
     )
 
 
-def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]:
-    """Return each image's weight, weighted loss and weighted margin in an epoch, (3, N)."""
+def _sum_epoch(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]:
+    """Return each image's weight, weighted loss and weighted margin in an epoch, (3, N).
+
+    An image can be in several rows (`order.aug_repeats`), whose values are added.
+    """
     order = source.order
-    augment = source.config.augment
     steps = order.steps_per_epoch
     values = read_epoch(path, steps, order.global_batch_size)
-    width = table_layout(augment).width
-    readable = np.ones(order.global_batch_size, np.float32)
 
-    ids = []
-    rows = []
+    samples_of_steps = []
+    rows_of_steps = []
     for step in range(steps):
         losses, margins = np.nan_to_num(values[step].astype(np.float64), nan=np.nan, posinf=LARGEST)
         weights = (~np.isnan(losses)).astype(np.float64)
@@ -150,31 +151,41 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
             continue
 
         position = (epoch - 1) * steps + step
-        if mixes(augment):
-            table = np.zeros((len(losses), width), np.float32)
-            table[:, LAMBDA] = 1.0  # The weight remains 1 after `augment.mixup_off_epoch`.
-            draw_mix(
-                augment,
-                table,
-                weights=readable,
-                seed=order.seed,
-                position=position,
-                first_row=0,
-                size=source.train_format.in_epoch(epoch - 1).size,
-                epoch=epoch - 1,
-            )
-            weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
-
-        ids.append(order.batch(position))
-        weighted = [np.nan_to_num(recorded) * weights for recorded in (losses, margins)]
-        rows.append([weights, *weighted])
+        if mixes(source.config.augment):
+            weights *= _own_weights(source, epoch, position)
+        samples_of_steps.append(order.batch(position))
+        rows_of_steps.append(
+            [weights, weights * np.nan_to_num(losses), weights * np.nan_to_num(margins)]
+        )
 
     num_samples = source.train_set.split.num_samples
-    if not ids:
+    if not samples_of_steps:
         return np.zeros((3, num_samples))
-    samples = np.concatenate(ids)
-    columns = np.concatenate(rows, axis=1)
+    samples = np.concatenate(samples_of_steps)
+    columns = np.concatenate(rows_of_steps, axis=1)
     return np.stack([np.bincount(samples, column, num_samples) for column in columns])
+
+
+def _own_weights(source: ReportSource, epoch: int, position: int) -> NDArray[np.float32]:
+    """Return how much each row of a mixed batch counts for its own image, (B,).
+
+    The weight is 2 lambda - 1, or 0 if the partner image has the larger share.
+    """
+    order = source.order
+    augment = source.config.augment
+    table = np.zeros((order.global_batch_size, table_layout(augment).width), np.float32)
+    table[:, LAMBDA] = 1.0  # The weight remains 1 after `augment.mixup_off_epoch`.
+    draw_mix(
+        augment,
+        table,
+        weights=np.ones(order.global_batch_size, np.float32),
+        seed=order.seed,
+        position=position,
+        first_row=0,
+        size=source.train_format.in_epoch(epoch - 1).size,
+        epoch=epoch - 1,
+    )
+    return np.maximum(2 * table[:, LAMBDA] - 1, 0)
 
 
 # --- files ----------------------------------------------------------------------------------------
