@@ -9,7 +9,7 @@ such ranks.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,21 +47,22 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     if size == 1:
         return {}
 
+    # Each rank sends its number plus 1, in fp32.
     length = REDUCED_AT_ONCE // 4 // size * size
     own = torch.full((length,), float(world.rank + 1), device=world.device)
     part = torch.empty(length // size, device=world.device)
     whole = torch.empty_like(own)
-    # Each rank's part of the tensor contains the rank plus 1.
-    by_rank = torch.arange(1.0, size + 1, device=world.device).repeat_interleave(length // size)
+
     total = torch.tensor(size * (size + 1) / 2, device=world.device)
-    first = torch.ones((), device=world.device)
-    share = (size - 1) / size
+    of_first_rank = torch.ones((), device=world.device)
+    by_rank = torch.arange(1.0, size + 1, device=world.device).repeat_interleave(length // size)
 
     # Maps each collective to its call, its result, the expected values, and the bytes sent over
     # each link as a fraction of the tensor.
+    share = (size - 1) / size
     tried: dict[str, tuple[Callable[[], Any], Tensor, Tensor, float]] = {
         "all_reduce": (lambda: dist.all_reduce(whole.copy_(own)), whole, total, 2 * share),
-        "broadcast": (lambda: dist.broadcast(whole.copy_(own), src=0), whole, first, 1.0),
+        "broadcast": (lambda: dist.broadcast(whole.copy_(own), src=0), whole, of_first_rank, 1.0),
         "all_gather": (
             lambda: dist.all_gather_into_tensor(whole, own[: length // size]),
             whole,
@@ -76,20 +77,30 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
 
     rates = {}
     for name, (call, result, expected, carried) in tried.items():
-        taken_s = []
-        for _ in range(1 + REPEATS):
-            dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
-            began_s = now_s(world.device)
-            call()
-            taken_s.append(now_s(world.device) - began_s)
-            if not bool((result == expected).all()):
-                raise ValueError(
-                    f"{name} computes wrong sums: a network card, a cable, a GPU or the library may"
-                    " be faulty: exclude this host"
-                )
-        rates[name] = carried * 4 * length / statistics.median(taken_s[1:])
-
+        call_s = _time_correct(world, name, call, result, expected)
+        rates[name] = carried * own.nbytes / call_s
     return rates
+
+
+def _time_correct(
+    world: World, name: str, call: Callable[[], Any], result: Tensor, expected: Tensor
+) -> float:
+    """Return the median seconds of `call`. Raises ValueError if it sets `result` to wrong values.
+
+    name: the collective.
+    """
+    taken_s = []
+    for _ in range(1 + REPEATS):
+        dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
+        began_s = now_s(world.device)
+        call()
+        taken_s.append(now_s(world.device) - began_s)
+        if not bool((result == expected).all()):
+            raise ValueError(
+                f"{name} computes wrong sums: a network card, a cable, a GPU or the library may"
+                " be faulty: exclude this host"
+            )
+    return statistics.median(taken_s[1:])
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -116,31 +127,37 @@ def round_of(members: Sequence[int], number: int) -> list[tuple[int, int]]:
 
 
 def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Return the kind and the pairs of each round. hosts: the host of each rank."""
+    """Return the kind and the pairs of each round. hosts: the host of each rank.
+
+    Within a host, all ranks meet. Between hosts, the ranks of a rail meet, which is a network that
+    connects the GPUs of the same local rank on all hosts.
+    """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
-    hosts_ranks = list(by_host.values())
-    most = max(map(len, hosts_ranks))
-    # A rail is a network that connects the GPUs of the same local rank on all hosts.
-    rails: list[list[int]] = [[] for _ in range(most)]
-    for ranks in hosts_ranks:
-        for rail, rank in enumerate(ranks):
-            rails[rail].append(rank)
+    rails: dict[int, list[int]] = {}
+    for ranks in by_host.values():
+        for local_rank, rank in enumerate(ranks):
+            rails.setdefault(local_rank, []).append(rank)
 
-    rounds = []
-    for kind, groups in ((WITHIN, hosts_ranks), (BETWEEN, rails)):
-        groups = [group for group in groups if len(group) > 1]
-        longest = max(map(num_rounds, groups), default=0)
-        every = math.ceil(longest / MAX_ROUNDS) or 1
-        for number in range(0, longest, every):
-            pairs: list[tuple[int, int]] = []
-            for group in groups:
-                if number < num_rounds(group):
-                    pairs += round_of(group, number)
-            rounds.append((kind, pairs))
+    rounds = [(WITHIN, pairs) for pairs in _rounds_of_groups(by_host.values())]
+    return rounds + [(BETWEEN, pairs) for pairs in _rounds_of_groups(rails.values())]
 
-    return rounds
+
+def _rounds_of_groups(members: Iterable[list[int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the pairs of each round, in which all groups meet at the same time.
+
+    members: the members of each group.
+    """
+    groups = [group for group in members if len(group) > 1]
+    longest = max(map(num_rounds, groups), default=0)
+    every = math.ceil(longest / MAX_ROUNDS) or 1
+    for number in range(0, longest, every):
+        pairs: list[tuple[int, int]] = []
+        for group in groups:
+            if number < num_rounds(group):
+                pairs += round_of(group, number)
+        yield pairs
 
 
 def try_pairs(world: World) -> list[list[Any]]:

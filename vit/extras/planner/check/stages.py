@@ -100,6 +100,12 @@ class CheckStages:
                     self._run(number, part)
 
     def _run(self, number: int, part: CheckStage) -> None:
+        """Run a check on this rank, and take over the common decision about it.
+
+        In the store, `part 3 7` is the answer of rank 7 to check 3, `part 3` the number of answers,
+        and `part 3 decided` the decision of rank 0. `part 3 failed` exists if the check has failed
+        on a rank.
+        """
         key = f"part {number}"
         limit_s = part.times * self.limit_s
         deadline = time.monotonic() + limit_s
@@ -116,9 +122,10 @@ class CheckStages:
         else:
             decision = self._hear(part, key, limit_s, deadline)
 
-        self._lost |= set(decision["lost"])
+        self._lost.update(decision["lost"])
         self._apart = self._apart or decision["apart"]
-        self._failed |= {part.name} if decision["failed"] else set()
+        if decision["failed"]:
+            self._failed.add(part.name)
         if self.world.rank in self._lost:
             raise AlreadyReported(f"rank {self.world.rank} answered the check {part.name} too late")
 
@@ -156,6 +163,7 @@ class CheckStages:
         return ThreadPoolExecutor(1, "check", initializer=set_device)
 
     def _hear(self, part: CheckStage, key: str, limit_s: float, deadline: float) -> dict[str, Any]:
+        """Wait for rank 0's decision. If rank 0 is missing, one of the other ranks reports it."""
         store = self._store
         assert store is not None, "only a run of one rank has no store"
         deadline += 3 * MARGIN_S
@@ -163,15 +171,13 @@ class CheckStages:
             if store.check([ENDED]):
                 raise AlreadyReported("rank 0 has exited")
             if time.monotonic() > deadline or 0 in self.world.gone():
-                break
+                answered = (r for r in range(1, self.world.size) if store.check([f"{key} {r}"]))
+                if self.world.rank != next(answered):
+                    raise AlreadyReported("another rank reports that rank 0 is missing")
+                raise ValueError(f"{part.name}: {self._missing([0], limit_s)}")
             time.sleep(self._look_s)
-        else:
-            return json.loads(store.get(f"{key} decided"))
 
-        first = next(rank for rank in range(1, self.world.size) if store.check([f"{key} {rank}"]))
-        if self.world.rank != first:
-            raise AlreadyReported("another rank reports that rank 0 is missing")
-        raise ValueError(f"{part.name}: {self._missing([0], limit_s)}")
+        return json.loads(store.get(f"{key} decided"))
 
     # --- on rank 0 ------------------------------------------------------------------------------
 
@@ -215,6 +221,7 @@ class CheckStages:
         return {"failed": bool(lines), "lost": missing, "apart": apart}
 
     def _gather(self, key: str, deadline: float, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Wait for the answers of all ranks, and return those that arrived, by rank."""
         store = self._store
         if store is None:
             return {0: own}
@@ -247,7 +254,7 @@ class CheckStages:
         self.findings.append(Finding(name, Verdict.FAIL, text))
 
     def _missing(self, ranks: list[int], limit_s: float) -> str:
-        rank_places = places(ranks, self.world.hosts)
+        """Return the line that reports that `ranks` have exited, or did not answer in time."""
         gone = set(ranks) & set(self.world.gone())
         if gone:
             return (
@@ -256,9 +263,8 @@ class CheckStages:
             )
 
         processes = "; ".join(filter(None, map(self.world.process_of, ranks)))
-        if processes:
-            processes = f" ({processes})"
+        named = f" ({processes})" if processes else ""
         return (
-            f"{rank_places} did not answer within {limit_s:.0f} s{processes}, because the process"
-            " hangs or the network fails: check the host, or run without it"
+            f"{places(ranks, self.world.hosts)} did not answer within {limit_s:.0f} s{named},"
+            " because the process hangs or the network fails: check the host, or run without it"
         )

@@ -31,7 +31,11 @@ from vit.system.urls import resolve
 READ_S = 2.0
 """The time limit for reading the images of `READ_BATCHES` batches."""
 READ_BYTES = 2**29
+"""The number of bytes after which reading ends."""
 READ_AT_ONCE = 8
+"""The number of threads that read."""
+READ_BEFORE_LOOK = 64
+"""The number of images between two looks at these limits."""
 READ_BATCHES = 8
 TEST_BYTES = 2**20
 """The number of bytes written when a folder is tested."""
@@ -99,7 +103,6 @@ def read_rate(batches: AugmentedBatches, num_batches: int, world: World) -> list
     if not world.is_local_main or not batches.exact:
         return None
 
-    split = batches.split
     first = num_batches // 2
     positions = range(first, min(first + READ_BATCHES, num_batches))
     samples = list(chain.from_iterable(batches.order.batch(p).tolist() for p in positions))
@@ -107,10 +110,11 @@ def read_rate(batches: AugmentedBatches, num_batches: int, world: World) -> list
     began_s = time.perf_counter()
     num_bytes = num_images = 0
     with ThreadPoolExecutor(READ_AT_ONCE) as threads:
-        for begin in range(0, len(samples), 8 * READ_AT_ONCE):
-            for image in threads.map(split.read, samples[begin : begin + 8 * READ_AT_ONCE]):
+        for begin in range(0, len(samples), READ_BEFORE_LOOK):
+            part = samples[begin : begin + READ_BEFORE_LOOK]
+            for image in threads.map(batches.split.read, part):
                 num_bytes += len(image)
-                num_images += 1
+            num_images += len(part)
             if time.perf_counter() - began_s > READ_S or num_bytes > READ_BYTES:
                 break
 
@@ -193,33 +197,40 @@ def look_at_folder(run_dir: Path) -> list[tuple[str, str]]:
 
     Returns verdicts, each with a line of text. Raises ValueError if the folder is not writable.
     """
-    place = place_of(run_dir)
-    notes: list[tuple[str, str]] = []
     if is_in_use(run_dir):
         raise ValueError(
             f"{run_dir}: in use by a live run: wait until it ends, stop it, or use another run.dir"
         )
 
+    place = place_of(run_dir)
     try:
         with passing_folder(run_dir) as folder:
-            path = folder / "test"
-            with path.open("wb") as file:
-                file.write(bytes(TEST_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-                try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    text = f"the file system has no locks ({error.strerror})"
-                    notes.append((Verdict.NOTE, f"{text}: let only one run use this folder"))
-            os.replace(path, folder / "renamed")
-            flush(folder)
+            notes = _try_writing(folder)
     except OSError as error:
         raise cannot_write(run_dir, place, error) from None
 
     kind = file_system(place)
     state = "exists" if place == run_dir.absolute() else "new"
     shared = ", shared with other hosts" if is_shared(kind) else ""
-    on = f", on {kind}{shared}" if kind else ""
+    disk = f", on {kind}{shared}" if kind else ""
     free = f"{shutil.disk_usage(place).free / GIB:,.1f} GiB free"
-    return [(Verdict.OK, f"{run_dir}: {state}, can be written{on}, {free}"), *notes]
+    return [(Verdict.OK, f"{run_dir}: {state}, can be written{disk}, {free}"), *notes]
+
+
+def _try_writing(folder: Path) -> list[tuple[str, str]]:
+    """Write, lock and rename a file in `folder`, and return a note if it cannot be locked."""
+    notes: list[tuple[str, str]] = []
+    path = folder / "test"
+    with path.open("wb") as file:
+        file.write(bytes(TEST_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            text = f"the file system has no locks ({error.strerror})"
+            notes.append((Verdict.NOTE, f"{text}: let only one run use this folder"))
+
+    os.replace(path, folder / "renamed")
+    flush(folder)
+    return notes

@@ -111,10 +111,12 @@ class Trial:
             values = (answer[name] for answer in answers.values())
             return min((value for value in values if value is not None), default=None)
 
-        memory, shm = least("free_memory_gib"), least("free_shm_gib")
+        memory_gib, shm_gib = least("free_memory_gib"), least("free_shm_gib")
         parts = [f"{least('cores'):g} cores"]
-        parts += [] if memory is None else [f"{memory:,.1f} GiB of memory free"]
-        parts += [] if shm is None else [f"/dev/shm {shm:,.1f} GiB free"]
+        if memory_gib is not None:
+            parts.append(f"{memory_gib:,.1f} GiB of memory free")
+        if shm_gib is not None:
+            parts.append(f"/dev/shm {shm_gib:,.1f} GiB free")
         parts.append(f"{least('open_files'):,.0f} open files")
 
         notes: dict[str, list[int]] = {}
@@ -199,10 +201,10 @@ class Trial:
         }
 
     def _first_of_largest_images(self) -> int:
-        batches = self.data.batches
-        per_epoch = self.data.plan.steps_per_epoch
-        begins = [0, *(until * per_epoch for until, _ in batches.image_format.stages)]
-        return max(begins, key=lambda at: math.prod(batches.layout_at(at).image_format.size))
+        """Return the first step of the stage with the largest images."""
+        batches, plan = self.data.batches, self.data.plan
+        firsts = [0, *(until * plan.steps_per_epoch for until, _ in batches.image_format.stages)]
+        return max(firsts, key=lambda step: math.prod(batches.layout_at(step).image_format.size))
 
     def _left_bytes(self) -> int:
         if self.world.device.type == "cuda":
@@ -211,49 +213,60 @@ class Trial:
 
     def judge_step(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
         """Yield a finding on the time and memory of a step. answers: the measurements by rank."""
+        time_line, time_notes = self._judge_time(answers)
+        memory_line, memory_notes = self._judge_memory(answers)
+
+        notes = []
+        if not math.isfinite(float(answers[0]["loss"])):
+            notes.append("the loss is not finite: lower optim.lr, or set train.precision=fp32")
+        why_eager = answers[0]["why_eager"]
+        if why_eager:
+            notes.append(f"not compiled, because torch.compile fails ({why_eager})")
+        notes += memory_notes + time_notes
+
+        text = "\n".join([time_line, memory_line, *notes])
+        yield Finding("step", Verdict.NOTE if notes else Verdict.OK, text)
+
+    def _judge_time(self, answers: dict[int, dict[str, Any]]) -> tuple[str, list[str]]:
+        """Return a line on the slowest rank's times, and a note if reading is slower."""
         main = answers[0]
-
-        batch = self.data.plan.global_batch_size
         height, width = main["size"]
-        last_s = max(answer["last_s"] or 0.0 for answer in answers.values())
+        num_images = self.data.plan.global_batch_size
         first_s = max(answer["first_s"] for answer in answers.values())
-        speed = f"{last_s:.3g} s each ({digits(batch / last_s)} images/s), " if last_s else ""
+        last_s = max(answer["last_s"] or 0.0 for answer in answers.values())
 
+        speed = f"{last_s:.3g} s each ({digits(num_images / last_s)} images/s), " if last_s else ""
         is_compiled = self.config.train.compile and not main["why_eager"]
         compiled = " with compilation" if is_compiled else ""
+        line = (
+            f"steps of {num_images:,} images of {height}x{width} px: {speed}the first{compiled}"
+            f" {first_s:.3g} s; loss {float(main['loss']):.4g}"
+        )
 
+        hosts = len(set(self.world.hosts)) or 1
+        read = self._read_images_per_s
+        if not last_s or read >= num_images / last_s / hosts:
+            return line, []
+        return line, [
+            f"training needs {digits(num_images / last_s / hosts)} images/s per host, but a host"
+            f" reads {digits(read)}: copy the shards to a local disk (loader.cache_dir)"
+        ]
+
+    def _judge_memory(self, answers: dict[int, dict[str, Any]]) -> tuple[str, list[str]]:
+        """Return a line on the rank with the least memory left, and a note if it is too little."""
         tightest = min(answers, key=lambda rank: answers[rank]["left_gib"])
         left_gib = answers[tightest]["left_gib"]
         peak_gib = max(answer["peak_gib"] for answer in answers.values())
+
         on_gpu = self.world.device.type == "cuda"
         device = "on the GPU" if on_gpu else "on the host"
         if self.world.size > 1:
             device += f" of {places([tightest], self.world.hosts)}"
-        loss = float(main["loss"])
+        line = f"peak memory {peak_gib:.2f} GiB per rank, {left_gib:.2f} GiB left {device}"
 
-        lines = [
-            f"steps of {batch:,} images of {height}x{width} px: {speed}the first{compiled}"
-            f" {first_s:.3g} s; loss {loss:.4g}",
-            f"peak memory {peak_gib:.2f} GiB per rank, {left_gib:.2f} GiB left {device}",
-        ]
-
-        notes = []
-        if not math.isfinite(loss):
-            notes.append("the loss is not finite: lower optim.lr, or set train.precision=fp32")
-        if main["why_eager"]:
-            notes.append(f"not compiled, because torch.compile fails ({main['why_eager']})")
-        if on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib):
-            notes.append("almost no GPU memory is left: lower data.micro_batch_size")
-
-        hosts = len(set(self.world.hosts)) or 1
-        read = self._read_images_per_s
-        if last_s and read < batch / last_s / hosts:
-            notes.append(
-                f"training needs {digits(batch / last_s / hosts)} images/s per host, but a host"
-                f" reads {digits(read)}: copy the shards to a local disk (loader.cache_dir)"
-            )
-
-        yield Finding("step", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))
+        is_little = on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib)
+        note = "almost no GPU memory is left: lower data.micro_batch_size"
+        return line, [note] if is_little else []
 
     # --- an evaluation --------------------------------------------------------------------------
 
