@@ -241,7 +241,6 @@ def opening_code(program: str, subject: ProgramModel, repository: str = "") -> s
     with timm, and classifies `photo.jpg`."""
     code = with_photo(FORMATS[program].code, subject, '"photo.jpg"')
     model = subject.model
-    section = subject.config.model
     view = subject.view
     values: dict[str, Any] = {
         "TIMM_NAME": f"hf-hub:{repository}" if repository else "local-dir:.",
@@ -258,16 +257,15 @@ def opening_code(program: str, subject: ProgramModel, repository: str = "") -> s
     }
 
     if program in ("torchvision", "npz"):
-        block = model.blocks[0]
         values |= {
             "IMAGE_SIZE": model.image_size[0],
             "PATCH_SIZE": model.patch_size[0],
             "DEPTH": model.depth,
-            "HEADS": block.attn.num_heads,
+            "HEADS": model.blocks[0].attn.num_heads,
             "WIDTH": model.embed_dim,
-            "HIDDEN": block.mlp.fc1.out_features,
-            "MLP_RATIO": section.mlp_ratio or 4.0,
-            "REPRESENTATION": section.representation_size,
+            "HIDDEN": model.blocks[0].mlp.fc1.out_features,
+            "MLP_RATIO": subject.config.model.mlp_ratio or 4.0,
+            "REPRESENTATION": subject.config.model.representation_size,
         }
 
     for name, value in values.items():

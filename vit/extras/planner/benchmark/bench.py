@@ -189,9 +189,8 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
 
 def _too_large(subject: Subject) -> str:
     """Return an error message with a remedy for a model whose smallest step does not fit."""
-    train = subject.config.train
     less = []
-    if train.activation_checkpointing != "block":
+    if subject.config.train.activation_checkpointing != "block":
         less.append("train.activation_checkpointing=block")
     if subject.config.ema.decay is not None:
         less.append("ema.decay=null")
@@ -346,16 +345,15 @@ def _measure_loading(
     subject: Subject, train_step: TrainStep, row: dict[str, Any]
 ) -> dict[str, Any]:
     """Measure the loader with and without the training step, at the batch size of `row`."""
-    world = subject.world
     config = with_settings(
         subject.config,
         {
-            "data.global_batch_size": row["rank_batch_size"] * world.size,
+            "data.global_batch_size": row["rank_batch_size"] * subject.world.size,
             "data.micro_batch_size": row["micro_batch_size"],
         },
     )
 
-    data = open_data(config, world, subject.reader)
+    data = open_data(config, subject.world, subject.reader)
     with (
         _progress(subject, "loader alone", row["rank_batch_size"]) as alone,
         _progress(subject, "loader and step", row["rank_batch_size"]) as together,
@@ -370,9 +368,13 @@ def _measure_loading(
             on_step=together,
         )
 
-    lost = 1 - times["together_images_per_s"] / row["images_per_s"]
-    step = {"step_images_per_s": row["images_per_s"], "compiled": row["compiled"]}
-    return {"model": row["model"], **times, **step, "lost_share": lost}
+    return {
+        "model": row["model"],
+        **times,
+        "step_images_per_s": row["images_per_s"],
+        "compiled": row["compiled"],
+        "lost_share": 1 - times["together_images_per_s"] / row["images_per_s"],
+    }
 
 
 @contextmanager
@@ -385,8 +387,8 @@ def _progress(subject: Subject, label: str, num_rows: int) -> Iterator[steps.OnS
         def on_step(done: int, total: int) -> None:
             nonlocal meter
             if meter is None:
-                shown = subject.world.is_main
-                meter = stack.enter_context(Meter(label, total * num_images, "images", shown))
+                bar = Meter(label, total * num_images, "images", subject.world.is_main)
+                meter = stack.enter_context(bar)
             meter.update(done * num_images)
 
         yield on_step

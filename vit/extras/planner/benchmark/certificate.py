@@ -160,9 +160,12 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
         model = result["loading"]["model"]
         loading = [row for row in loading if row["model"] != model] + [result["loading"]]
 
-    training = [*other_rows, *result["training"]]
-    peak = {key: result[key] for key in ("peak_tflops", "peak_source")}
-    changes = {**peak, "training": training, "loading": loading}
+    changes = {
+        "peak_tflops": result["peak_tflops"],
+        "peak_source": result["peak_source"],
+        "training": [*other_rows, *result["training"]],
+        "loading": loading,
+    }
     return write_document(folder, result["device"], result["device_type"], changes)
 
 
@@ -172,9 +175,14 @@ def write_document(folder: Path, device: str, device_type: str, changes: Mapping
     Raises ValueError if the files cannot be written.
     """
     path = results_file(folder, device, device_type)
-    date = time.strftime("%Y-%m-%d")
-    facts = {"date": date, "gpu": _short_name(device), "device": device, **provenance()}
-    document = {**stored_results(path), **facts, **changes}
+    document = {
+        **stored_results(path),
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": _short_name(device),
+        "device": device,
+        **provenance(),
+        **changes,
+    }
 
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
@@ -224,8 +232,8 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     for model in dict.fromkeys(row["model"] for row in document["training"]):
         rows = [row for row in document["training"] if row["model"] == model]
         for num_devices in sorted({row["num_devices"] for row in rows}):
-            rows_of_number = [row for row in rows if row["num_devices"] == num_devices]
-            part = {**document, "num_devices": num_devices, "training": rows_of_number}
+            training = [row for row in rows if row["num_devices"] == num_devices]
+            part = {**document, "num_devices": num_devices, "training": training}
             parts += [f"## {title(part)}", _as_rows(step_table(part))]
 
         for loading in [row for row in document["loading"] if row["model"] == model]:

@@ -374,9 +374,8 @@ def time_loading(
     device) and for the loader with the step. Also returns the fraction of the time with the step
     that rank 0 spent waiting for data.
     """
-    world = train_step.world
     with _loader(config, data, train_step) as loader:
-        alone = _time_alone(loader, world, num_steps, seconds, on_batch)
+        alone = _time_alone(loader, train_step.world, num_steps, seconds, on_batch)
 
     with _loader(config, data, train_step) as loader:
         began_s = 0.0

@@ -99,20 +99,16 @@ def look_at_place(config: Config, run_dir: Path) -> list[tuple[str, str]]:
 
 def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
     """Return the parts of the check in order. Every rank runs all of them."""
-    hosts = world.hosts
-    run_dir = trial.run_dir
-
-    judge_repeats = partial(_judge_repeats, trial.config, world)
     return [
         CheckStage(
             "software",
             partial(machine.own_software, config),
-            partial(machine.judge_software, hosts=hosts),
+            partial(machine.judge_software, hosts=world.hosts),
         ),
         CheckStage("shards", partial(storage.look_at_shards, config, world), storage.judge_shards),
         CheckStage(
             "run folder",
-            lambda: look_at_place(config, run_dir) if world.is_main else None,
+            lambda: look_at_place(config, trial.run_dir) if world.is_main else None,
             partial(judge_main, name="run folder"),
         ),
         CheckStage(
@@ -123,7 +119,7 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
         CheckStage(
             "clocks",
             partial(machine.note_times, world),
-            partial(machine.judge_clocks, hosts=hosts),
+            partial(machine.judge_clocks, hosts=world.hosts),
             is_joint=True,
         ),
         CheckStage(
@@ -174,7 +170,12 @@ def _parts(config: Config, world: World, trial: Trial) -> list[CheckStage]:
             is_joint=True,
             needs=("step", "run folder"),
         ),
-        CheckStage("repeat", partial(repeat_step, world, REPEATS), judge_repeats, is_joint=True),
+        CheckStage(
+            "repeat",
+            partial(repeat_step, world, REPEATS),
+            partial(_judge_repeats, trial.config, world),
+            is_joint=True,
+        ),
     ]
 
 
@@ -184,17 +185,15 @@ def _judge_repeats(
     """Yield whether all ranks with the same kernels got the same bits."""
     texts = differing(list(answers.values()), world.hosts)
     if not texts:
-        good = f"the same step {REPEATS} times on each rank gave the same bits"
-        yield Finding("repeat", Verdict.OK, good)
+        text = f"the same step {REPEATS} times on each rank gave the same bits"
+        yield Finding("repeat", Verdict.OK, text)
         return
 
     # Without these settings, kernels on GPUs may add in any order.
     is_exact = config.train.deterministic or config.train.exact_over_ranks
-    is_sure = is_exact or world.device.type == "cpu"
+    verdict = Verdict.FAIL if is_exact or world.device.type == "cpu" else Verdict.NOTE
     remedy = "the host may be faulty: repeat the check, or exclude it"
-    yield Finding(
-        "repeat", Verdict.FAIL if is_sure else Verdict.NOTE, "\n".join([*few(texts), remedy])
-    )
+    yield Finding("repeat", verdict, "\n".join([*few(texts), remedy]))
 
 
 def _print(config: Config, world: World, parts: CheckStages, began_s: float) -> None:

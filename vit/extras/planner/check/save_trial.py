@@ -28,13 +28,9 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
     Only rank 0 calls this. Raises ValueError if the run cannot be resumed. A damaged checkpoint is
     left unchanged.
     """
-    place = trial.config.run.dir
-    is_away = is_url(place)
+    is_away = is_url(trial.config.run.dir)
     # For a run at a URL, only the metadata of each checkpoint is read.
-    source: Path = trial.run_dir
-    if is_away:
-        source = newest_info(str(place))
-
+    source = newest_info(str(trial.config.run.dir)) if is_away else trial.run_dir
     newest = checkpoints.newest_checkpoint(source, verify=False)
     if newest is None:
         lines = ["a new run"]
@@ -47,9 +43,8 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
         step = checkpoints.state_of(info).step
         lines = [f"resumes at step {step:,} from {folder.name}, {state}"]
 
-    keep_last = trial.config.checkpoint.keep_last
     if newest is None or newest.info["step"] < trial.data.plan.total_steps:
-        lines += check_disk(trial.disk, trial.run_dir, keep_last).lines
+        lines += check_disk(trial.disk, trial.run_dir, trial.config.checkpoint.keep_last).lines
     return [(Verdict.OK, line) for line in lines]
 
 
@@ -62,7 +57,7 @@ def try_checkpoint(trial: Trial) -> list[tuple[str, str]] | None:
     tensors = checkpoints.named_tensors(trial.step)
     if not world.is_main:
         with world.fail_together():
-            pass
+            pass  # rank 0 may fail to write the checkpoint
         # Only rank 0 reads the file.
         checkpoints.load_checkpoint(trial.run_dir, trial.step)
         return None
