@@ -47,9 +47,10 @@ def release_memory(device: torch.device) -> None:
 
 
 def _status_bytes(name: str) -> int:
-    match = re.search(rf"{name}:\s+(\d+) kB", (PROC / "status").read_text())
+    """Return the value of a line such as `VmRSS:  123456 kB` in the process's status."""
+    match = re.search(rf"{name}:\s+(?P<kb>\d+) kB", (PROC / "status").read_text())
     assert match is not None, "Linux has this line"
-    return int(match[1]) * 1024
+    return int(match["kb"]) * 1024
 
 
 class LiveBytes(TorchDispatchMode):

@@ -82,17 +82,17 @@ def is_config(text: str) -> bool:
 def _parse(command: Command) -> ParsedArguments:
     """Parse `big_vision.train --config FILE.py:ARGUMENTS --config.KEY=VALUE ...`."""
     arguments = " ".join(command.words)
-    match = re.search(r"--config[= ]([^\s:]+)(?::(\S+))?", arguments)
+    match = re.search(r"--config[= ](?P<file>[^\s:]+)(:(?P<argument>\S+))?", arguments)
     if not match:
         raise ValueError("big_vision.train has no config: pass --config FILE.py")
-    path = Path(match[1])
+    path = Path(match["file"])
     if not path.is_file():
         raise ValueError(
             f"{path}: the config file cannot be read: pass a path relative to the current folder"
         )
 
     overrides = re.findall(r"--config\.([\w.]+)[= ](\S+)", arguments)
-    return read_config(path.read_text(encoding="utf-8"), match[2] or "", overrides)
+    return read_config(path.read_text(encoding="utf-8"), match["argument"] or "", overrides)
 
 
 def read_config(
@@ -205,8 +205,8 @@ def _map_head(reading: Reading) -> Findings:
     if width is True:
         size = reading.args["model.variant"].partition("/")[0]
         width = PRESETS[_NAMES[size]]["embed_dim"]
-    names = reading.present("model.rep_size")
-    yield same(names, {"model.representation_size": width} if width else {})
+    settings = {"model.representation_size": width} if width else {}
+    yield same(reading.present("model.rep_size"), settings)
 
 
 def _map_start(reading: Reading) -> Findings:
@@ -226,6 +226,11 @@ def _map_start(reading: Reading) -> Findings:
 
 
 def _operations(text: str) -> list[tuple[str, list[Any]]]:
+    """Return the name and the arguments of each operation of a preprocessing.
+
+    For example, `inception_crop(224)|randaug(2,10)` gives ("inception_crop", [224]) and ("randaug",
+    [2, 10]). The names of arguments are dropped.
+    """
     operations = []
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")
@@ -285,12 +290,14 @@ def _map_images(reading: Reading) -> Findings:
 
 def _map_evaluation(reading: Reading) -> Findings:
     """Convert the preprocessing for the evaluation set `val`."""
-    view = reading.args.get("evals.val.pp_fn", "")
-    match = re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view)
+    match = re.search(
+        r"resize_small\((?P<resized>\d+)\)\|central_crop\((?P<crop>\d+)\)",
+        reading.args.get("evals.val.pp_fn", ""),
+    )
     if not match:
         return
 
-    crop_pct = crop_pct_for(int(match[2]), int(match[1]))
+    crop_pct = crop_pct_for(int(match["crop"]), int(match["resized"]))
     if crop_pct is None:
         yield cannot("evals.val.pp_fn", "an evaluation image smaller than the crop")
     else:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from vit.extras.recipes.python_config import PythonConfig
 
 _BEHIND_COMMAND = re.compile(r"\|(?!\|)|&$|\d*>|&>|<")
+"""Matches a pipe, a redirection, or & at the end of a command, which are no arguments."""
 _TYPESET = re.compile(
     "^[\u2010-\u2015\u2212]"  # dashes for -- and -
     "|(?<=[0-9][eE])[\u2010-\u2015\u2212](?=[0-9])"  # in numbers such as 1e-3
@@ -43,7 +44,8 @@ _LAUNCHERS = {
 """Maps each launcher to the options that set its number of processes. The values of the first
 combination found in the command are multiplied. srun and accelerate have no default, because they
 can read the number from the environment or a file."""
-_LAUNCHER = re.compile(rf"(?:.*/)?({'|'.join(map(re.escape, _LAUNCHERS))})\b")
+_LAUNCHER = re.compile(rf"(.*/)?(?P<name>{'|'.join(map(re.escape, _LAUNCHERS))})\b")
+"""Matches a launcher, with or without its folder."""
 _SINGLE_PROCESS = re.compile(
     r"(.*(&&|;) ?)?(\w+=\S* ?)*"  # preceding commands and variables
     r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
@@ -75,7 +77,7 @@ class Command(NamedTuple):
             return None
 
         match = _LAUNCHER.match(self.launcher[0])
-        counts = _process_counts(self.launcher, _LAUNCHERS[match[1]] if match else ())
+        counts = _process_counts(self.launcher, _LAUNCHERS[match["name"]] if match else ())
         wrong = [f"{k} {v}" for k, v in counts.items() if not re.fullmatch(r"[1-9]\d*", v)]
         if wrong:
             raise ValueError(
@@ -97,23 +99,21 @@ def split_command(text: str) -> Command:
             f"{len(lines)} commands were given: pass one, and end each of its lines with \\"
         )
 
+    # Compute $((...)), and replace what only the shell knows: $(...) and `...`.
     line = lines[0].replace("\N{NO-BREAK SPACE}", " ")
-    line = re.sub(r"\$\(\((.*?)\)\)", lambda match: str(_compute(match[1])), line)
-    line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
+    line = re.sub(r"\$\(\((?P<sum>.*?)\)\)", lambda match: str(_compute(match["sum"])), line)
+    line = re.sub(r"\$\([^()]*\)|`[^`]*`", "SUBSTITUTED", line)
     try:
         tokens = shlex.split(re.sub(r"(?<=\S)#", _HASH, line), comments=True)
     except ValueError as error:
         raise ValueError(f"the command cannot be split into words ({error}): {line}") from None
-
     tokens = [word.replace(_HASH, "#") for word in tokens]
     _check_signs(tokens)
 
     while tokens and re.match(r"[A-Za-z_]\w*=", tokens[0]):
-        del tokens[0]
-    # Remove redirections, pipes and &, because they are not arguments of the script.
+        del tokens[0]  # a variable that is set for the command
     ends = (at for at, word in enumerate(tokens) if _BEHIND_COMMAND.match(word))
-    tokens = tokens[: next(ends, len(tokens))]
-    return _find_script(tokens, line)
+    return _find_script(tokens[: next(ends, len(tokens))], line)
 
 
 def _check_signs(tokens: list[str]) -> None:
@@ -140,15 +140,19 @@ def _compute(text: str) -> int:
 
 
 def _find_script(tokens: list[str], line: str) -> Command:
+    """Split `tokens` at the script: a .py file, a module behind -m, or a program by name.
+
+    A launcher can be a module too, and is not the script. line: the command, for the error.
+    """
     for at, word in enumerate(tokens):
         name = word.rpartition("/")[2]
         if name.endswith("_train.sh"):
             return _shell_script(name, tokens[at + 1 :])
 
         is_module = at > 0 and tokens[at - 1] in ("-m", "--module")
-        is_script = is_module or name.endswith(".py") or word in _COMMANDS
         if is_module and _LAUNCHER.match(word):
             continue
+        is_script = is_module or name.endswith(".py") or word in _COMMANDS
         if is_script:
             return Command(word, tokens[at + 1 :], _launcher(tokens[:at]))
 
@@ -176,7 +180,7 @@ def _process_counts(launcher: list[str], combinations: tuple[str, ...]) -> dict[
 
     combinations: a value of `_LAUNCHERS`.
     """
-    parts = [re.split(r"(?<=^-[nN])(?=\d)", word) for word in launcher]
+    parts = [re.split(r"(?<=^-[nN])(?=\d)", word) for word in launcher]  # -n8 is -n 8
     options: dict[str, str] = {}
     for token, next_token in itertools.pairwise(itertools.chain(*parts, [""])):
         name, equals, value = token.partition("=")

@@ -173,20 +173,24 @@ _DEIT3 = {"model.init_values": 1e-4, "model.no_embed_class": True}
 _ROPE = {"model.init_values": 1e-4, "model.rope_type": "axial", "model.rope_temperature": 100.0}
 
 _MODELS: dict[str, Settings] = {
-    r"deit_(tiny|small|base)_patch16_(224|384)": {},
-    r"deit_(tiny|small|base)_distilled_patch16_(224|384)": {"model.dist_token": True},
-    r"deit_(tiny|small|base|large|huge)_patch(14|16)_LS": _DEIT3,
-    r"deit_(medium)_patch(14|16)_LS": {**_DEIT3, "model.embed_dim": 512, "model.num_heads": 8},
-    r"rope_(?:axial|mixed)_deit_(small|base|large)_patch16_LS": {
+    r"deit_(?P<size>tiny|small|base)_patch16_(224|384)": {},
+    r"deit_(?P<size>tiny|small|base)_distilled_patch16_(224|384)": {"model.dist_token": True},
+    r"deit_(?P<size>tiny|small|base|large|huge)_patch(14|16)_LS": _DEIT3,
+    r"deit_(?P<size>medium)_patch(14|16)_LS": {
+        **_DEIT3,
+        "model.embed_dim": 512,
+        "model.num_heads": 8,
+    },
+    r"rope_(axial|mixed)_deit_(?P<size>small|base|large)_patch16_LS": {
         **_ROPE,
         "model.pos_embed": "none",
     },
-    r"rope_(?:axial|mixed)_ape_deit_(small|base|large)_patch16_LS": {
+    r"rope_(axial|mixed)_ape_deit_(?P<size>small|base|large)_patch16_LS": {
         **_ROPE,
         "model.no_embed_class": True,
     },
     # wangf3014/ViT-5@b7b07960:models_vit5.py
-    r"vit5_(small|base|large)": {
+    r"vit5_(?P<size>small|base|large)": {
         **_DEIT3,
         "model.norm_layer": "rmsnorm",
         "model.qkv_bias": False,
@@ -196,17 +200,20 @@ _MODELS: dict[str, Settings] = {
         "model.rope_reg_temperature": 100.0,
     },
 }
-"""Maps patterns for model names to settings. The first group of a pattern matches the size."""
+"""Maps patterns for model names to settings."""
 
 
 def _parse(command: Command) -> ParsedArguments:
     """Parse the arguments of the main.py that `command` runs. Three projects have a main.py."""
     line = " ".join(command.words)
-    table = VIT5 if re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line) else TABLE
-    if re.search(r"--model[= ]rope_", line):
-        table = ROPE
     if "submitit" in command.script:
         table = SUBMITIT
+    elif re.search(r"--model[= ]rope_", line):
+        table = ROPE
+    elif re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line):
+        table = VIT5
+    else:
+        table = TABLE
     return read_words(table, command.words)
 
 
@@ -220,17 +227,7 @@ def _map_rest(reading: Reading) -> Findings:
 def _map_model(reading: Reading) -> Findings:
     """Map `--model`, and state in which details this project's model differs."""
     name = reading.args["model"]
-    match = next(filter(None, (re.fullmatch(pattern, name) for pattern in _MODELS)), None)
-    if match is None:
-        raise ValueError(
-            f"--model {name}: expected deit_{{tiny,small,base}}_patch16_{{224,384}},"
-            " deit_{tiny,small,medium,base,large}_patch16_LS, deit_huge_patch14_LS,"
-            " vit5_{small,base,large} or rope_{axial,mixed}[_ape]_deit_{small,base,large}"
-            "_patch16_LS"
-        )
-
-    size = SIZES.get(match[1], "b")  # medium is a narrower base
-    parts = _MODELS[match.re.pattern]
+    size, parts = _find_model(name)
     settings = {"model.name": f"vit_{size}{_patch_size(reading)}", **parts}
     if "model.dist_token" in parts:
         yield differs("", "DeiT decays the distillation token, this project does not")
@@ -255,6 +252,21 @@ def _map_model(reading: Reading) -> Findings:
         )
     else:
         yield same("model", settings)
+
+
+def _find_model(name: str) -> tuple[str, Settings]:
+    """Return the size of a model, such as `s`, and the settings that it has besides its name."""
+    for pattern, settings in _MODELS.items():
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return SIZES.get(match["size"], "b"), settings  # medium is a narrower base
+
+    raise ValueError(
+        f"--model {name}: expected deit_{{tiny,small,base}}_patch16_{{224,384}},"
+        " deit_{tiny,small,medium,base,large}_patch16_LS, deit_huge_patch14_LS,"
+        " vit5_{small,base,large} or rope_{axial,mixed}[_ape]_deit_{small,base,large}"
+        "_patch16_LS"
+    )
 
 
 def _patch_size(reading: Reading) -> int:
@@ -293,6 +305,7 @@ def _map_dropout(reading: Reading) -> Findings:
 
 
 def _map_start(reading: Reading) -> Findings:
+    """Map the initial weights, and whether the head is new because the classes differ."""
     args = reading.args
     file, note = local_file(args["finetune"] or "")
     start: Settings = {"init.checkpoint": file} if file else {}
@@ -301,7 +314,7 @@ def _map_start(reading: Reading) -> Findings:
             "DeiT resets the head only if the number of classes differs, this project always does"
         )
         start["init.reset_head"] = True
-        yield differs("finetune", "; ".join(filter(None, (note, text))), start)
+        yield differs("finetune", f"{note}; {text}" if note else text, start)
     else:
         yield same("finetune", start, note)
 
@@ -375,9 +388,11 @@ def _map_three_augment(reading: Reading) -> Findings:
 
 
 def _map_repeats(reading: Reading) -> Findings:
-    repeats = 3 if reading.args["repeated_aug"] else 1
     return map_repeats(
-        reading, "repeated_aug", repeats, "a single process without torchrun uses a random sampler"
+        reading,
+        "repeated_aug",
+        repeats=3 if reading.args["repeated_aug"] else 1,
+        text="a single process without torchrun uses a random sampler",
     )
 
 

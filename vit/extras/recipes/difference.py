@@ -93,13 +93,14 @@ def _implied_values(config: Config) -> dict[str, Any]:
     elif augment.auto_augment in ("original", "originalr", "v0", "v0r"):
         implied[MAGNITUDE_STD] = 0.0
 
-    size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
-    if size is None:
+    match = re.fullmatch(r"vit_(?P<size>[a-zA-Z]+(400m)?)(?P<patch>\d+)", config.model.name)
+    if match is None:
         return implied
 
+    # A preset replaces some of the model's defaults.
     parameters = inspect.signature(VisionTransformer).parameters
     values = {name: parameter.default for name, parameter in parameters.items()}
-    values |= {**PRESETS[size[1]], "patch_size": int(size[2]), "num_classes": None}
+    values |= {**PRESETS[match["size"]], "patch_size": int(match["patch"]), "num_classes": None}
     return implied | {f"model.{name}": value for name, value in values.items()}
 
 
@@ -125,8 +126,8 @@ def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list
 
 def change_text(difference: SettingDifference) -> str:
     """Return `first value -> second value`."""
-    values = (difference.first, difference.second)
-    return " -> ".join(_shown(difference.key, value) for value in values)
+    first, second = (_shown(difference.key, v) for v in (difference.first, difference.second))
+    return f"{first} -> {second}"
 
 
 def _shown(key: str, value: object) -> str:
@@ -136,8 +137,10 @@ def _shown(key: str, value: object) -> str:
         # A key such as eval.sets.NAME.split has no field in its section.
         fields = (kind.model_fields.get(name) for kind in sections()[section])
         text = " ".join(str(field.description) for field in fields if field)
-        meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", " ".join(text.split()))
-        return f"none ({meaning[1]})" if meaning and meaning[1] != "none" else "none"
+        # In "`None`: wait, and report it; ...", the meaning is "wait, and report it".
+        match = re.search(r"`None`: (?P<meaning>.+?)( \(|;|\. |\.?$)", " ".join(text.split()))
+        meaning = match["meaning"] if match else "none"
+        return "none" if meaning == "none" else f"none ({meaning})"
 
     if isinstance(value, list) and isinstance(value[0], dict):
         return "; ".join(map(_entries, value))

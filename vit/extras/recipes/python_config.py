@@ -345,10 +345,10 @@ def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
     numbers = iter(range(len(arguments)))
 
     def field(match: re.Match[str]) -> str:
-        name = match[1] or str(next(numbers))
+        name = match["name"] or str(next(numbers))
         return str(arguments[int(name)] if name.isdigit() else named[name])
 
-    filled = re.sub(r"\{(\w*)\}", field, text)
+    filled = re.sub(r"\{(?P<name>\w*)\}", field, text)
     if set("{}") & set(re.sub(r"\{\w*\}", "", text)):
         raise TypeError("only plain {fields} are supported")
     return filled

@@ -154,6 +154,10 @@ def read_reference(name: str) -> Reference:
 
 
 def _read_header(head: list[str], label: str) -> Header:
+    """Return the header in the lines `head`. Raises ValueError if it is missing or invalid.
+
+    label: the file's name in errors.
+    """
     if not head:
         raise ValueError(
             f"{label}: the header is missing: start the file with '# title: ...', '# source: ...',"
@@ -205,7 +209,7 @@ def _read_runs(
         )
 
     points: dict[str, list[list[float]]] = {}
-    for number, row in enumerate(rows, num_before + 2):
+    for number, row in enumerate(rows, num_before + 2):  # after the line of the column names
         try:
             values = [float(row[key]) for key in (unit, *names)]
         except (TypeError, ValueError):
@@ -214,13 +218,12 @@ def _read_runs(
             raise ValueError(f"{label}: line {number}: expected a number in every column")
         points.setdefault(row.get("run", ""), []).append(values)
 
-    is_percentage = [key in ("top1", "top5") for key in (unit, *names)]
     runs = []
     for run, rows_of_run in points.items():
-        columns = np.array(rows_of_run).T
-        place = columns[0]
-        percent = columns[is_percentage]
-        if percent.min() < 0 or percent.max() > 100:
+        place, *columns = np.array(rows_of_run).T
+        metrics = dict(zip(names, columns, strict=True))
+        percent = [metrics[name] for name in names if name in ("top1", "top5")]
+        if np.min(percent) < 0 or np.max(percent) > 100:
             raise ValueError(f"{label}: top1 and top5 must be percentages between 0 and 100")
         if place.min() < 0 or place.max() > length:
             raise ValueError(f"{label}: the {unit}s must be between 0 and {length:g}")
@@ -228,7 +231,7 @@ def _read_runs(
             of_run = f" of run {run}" if run else ""
             raise ValueError(f"{label}: the {unit}s{of_run} must ascend")
 
-        runs.append({"share": place / length, **dict(zip(names, columns[1:], strict=True))})
+        runs.append({"share": place / length, **metrics})
     return tuple(runs)
 
 

@@ -1,6 +1,7 @@
 """Write an imported recipe as YAML, and print how its settings were mapped."""
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain, takewhile
 from pathlib import Path
@@ -54,42 +55,46 @@ def yaml_text(imported: Imported, out: Path | None) -> str:
 def account(imported: Imported) -> str:
     """Return the mapping of each argument as text for a terminal."""
     reading = imported.reading
-    stated = len(reading.stated)
+    findings: dict[str, list[Mapped]] = defaultdict(list)
+    for finding in reading.findings:
+        findings[finding.verdict].append(finding)
+
+    num_stated = len(reading.stated)
+    arguments = "argument" if num_stated == 1 else "arguments"
     lines = [
-        f"{reading.table.program} ({reading.table.source}): {stated}"
-        f" argument{'s' * (stated != 1)} stated, the rest are defaults"
+        f"{reading.table.program} ({reading.table.source}): {num_stated} {arguments} stated, the"
+        " rest are defaults"
     ]
 
-    counts = count(reading)
     # Readers look for what differs, and most settings are the same.
-    for verdict, heading in (
-        ("differs", "differs"),
-        ("cannot", "no equivalent"),
-        ("same", "the same"),
-    ):
-        findings = [f for f in reading.findings if f.verdict == verdict]
-        lines += ["", f"{heading}: {counts[verdict]}"]
-        silent: list[str] = []
-        for finding in findings:
-            if finding.settings or finding.text:
-                lines += _finding_lines(reading, finding)
-            else:
-                silent += finding.theirs
-        if silent:
-            lines += wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
+    counts = count(reading)
+    lines += ["", f"differs: {counts['differs']}", *_mapped_lines(reading, findings["differs"])]
+    lines += ["", f"no equivalent: {counts['cannot']}", *_mapped_lines(reading, findings["cannot"])]
+    lines += ["", f"the same: {counts['same']}", *_mapped_lines(reading, findings["same"])]
 
-    inert = [f for f in reading.findings if f.verdict == "inert"]
     lines += ["", f"without effect in the source program: {counts['inert']}"]
-    for finding in inert:
+    for finding in findings["inert"]:
         lines += wrapped(f"{', '.join(_flags(reading, finding.theirs))}: {finding.text}")
 
-    places = chain.from_iterable(f.theirs for f in reading.findings if f.verdict == "place")
-    lines += [
-        "",
-        "paths, displays and devices (not part of a recipe): "
-        + (", ".join(_flags(reading, places)) or "none stated"),
-    ]
+    places = chain.from_iterable(finding.theirs for finding in findings["place"])
+    stated_places = ", ".join(_flags(reading, places)) or "none stated"
+    lines += ["", f"paths, displays and devices (not part of a recipe): {stated_places}"]
     return "\n".join(lines)
+
+
+def _mapped_lines(reading: Reading, findings: Iterable[Mapped]) -> list[str]:
+    """Return the lines of `findings`. Arguments without a setting and a text share the last one."""
+    lines = []
+    silent: list[str] = []
+    for finding in findings:
+        if finding.settings or finding.text:
+            lines += _finding_lines(reading, finding)
+        else:
+            silent += finding.theirs
+
+    if silent:
+        lines += wrapped(f"and, without a setting: {', '.join(_flags(reading, silent))}")
+    return lines
 
 
 def count(reading: Reading) -> dict[str, int]:
@@ -113,27 +118,29 @@ def _finding_lines(reading: Reading, finding: Mapped) -> list[str]:
 def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
     """Format arguments as flags with values, or as the common prefix of several config keys."""
     names = list(names)
-    if any("." in name for name in names) and len(names) > 1:
-        parts = [name.split(".") for name in names]
-        shared = list(takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
-        if shared:
-            return [".".join(same[0] for same in shared)]
-        return list(dict.fromkeys(part[0] for part in parts))
+    if len(names) == 1 or not any("." in name for name in names):
+        return [_flag(reading, name) for name in names]
 
-    shown = []
-    for name in names:
-        value = reading.args[name]
-        flag = reading.table.flag_of(name)
-        if isinstance(value, bool):
-            shown.append(flag if value else f"no {flag}")
-        elif value is None or value == "":
-            shown.append(f"no {flag}")
-        else:
-            items = value if isinstance(value, (list, tuple)) else [value]
-            text = " ".join(map(_shown, items))
-            shown.append(f"{flag} {text}" + ("" if name in reading.stated else " (default)"))
+    paths = [name.split(".") for name in names]
+    shared = list(takewhile(lambda same: len(set(same)) == 1, zip(*paths, strict=False)))
+    if shared:
+        return [".".join(same[0] for same in shared)]
+    return list(dict.fromkeys(path[0] for path in paths))
 
-    return shown
+
+def _flag(reading: Reading, name: str) -> str:
+    """Format an argument as a flag with its value, such as `--lr 0.001 (default)`."""
+    value = reading.args[name]
+    flag = reading.table.flag_of(name)
+    if value is True:
+        return flag
+    is_off = value is None or value is False or value == ""
+    if is_off:
+        return f"no {flag}"
+
+    items = value if isinstance(value, (list, tuple)) else [value]
+    text = f"{flag} {' '.join(map(_shown, items))}"
+    return text if name in reading.stated else f"{text} (default)"
 
 
 def _shown(value: object) -> str:

@@ -99,36 +99,28 @@ def timm_policy(name: str, policy: str | None, interpolation: str) -> Mapped:
     if policy == "3a":
         return same(name, {"augment.auto_augment": "three_augment"})
 
-    first, *parts = policy.split("-")
-    if first.startswith("augmix"):
+    kind, *parts = policy.split("-")
+    if kind.startswith("augmix"):
         return cannot(name, f"the policy {policy}: AugMix is not available")
 
-    is_auto = first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto"
-    if first != "rand" and not is_auto:
-        raise _unknown_policy(policy)
-
-    # As in timm, "t" selects a set of operations. All other parts without a number are ignored.
-    sets = [part for part in parts if part.startswith("t") and not is_auto]
-    matches = [re.match(r"(\D*)(\d.*)", part) for part in parts if part not in sets]
-    numbers = [(match[1], match[2]) for match in matches if match]
-    names = ("mstd",) if is_auto else ("m", "n", "p", "mstd", "mmax", "inc")
-    wrong = [key + text for key, text in numbers if key not in names or not _is_number(key, text)]
-    if wrong:
-        raise ValueError(
-            f"timm rejects {', '.join(wrong)} in the policy {policy}: expected only"
-            f" {', '.join(names)} after {first}, each with a number"
-        )
-
+    is_auto = kind in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[kind][0] == "timm_auto"
     if is_auto:
-        settings: Settings = {"augment.auto_augment": first}
+        settings: Settings = {"augment.auto_augment": kind}
+        numbers = _numbers(policy, parts, ("mstd",))
         if numbers:
             settings["augment.magnitude_std"] = float(numbers[0][1])
-    else:
+    elif kind == "rand":
+        # "t" selects a set of operations.
+        sets = [part for part in parts if part.startswith("t")]
+        others = [part for part in parts if part not in sets]
+        numbers = _numbers(policy, others, ("m", "n", "p", "mstd", "mmax", "inc"))
         settings = _randaugment(dict(numbers))
         problems = [*filter(None, (_problem(*number) for number in numbers))]
         problems += [f"{part} of the policy" for part in sets]
         if problems:
             return cannot(name, f"{policy} has {' and '.join(problems)}", settings)
+    else:
+        raise _unknown_policy(policy)
 
     return differs(
         name,
@@ -136,6 +128,23 @@ def timm_policy(name: str, policy: str | None, interpolation: str) -> Mapped:
         " accuracy",
         settings,
     )
+
+
+def _numbers(policy: str, parts: list[str], names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the name and the number of each part of a policy, such as `mstd` and `0.5`.
+
+    As in timm, parts without a number are ignored. Raises ValueError if timm would reject a part
+    that is not one of `names` with a number.
+    """
+    matches = [re.match(r"(?P<name>\D*)(?P<number>\d.*)", part) for part in parts]
+    numbers = [(match["name"], match["number"]) for match in matches if match]
+    wrong = [key + text for key, text in numbers if key not in names or not _is_number(key, text)]
+    if wrong:
+        raise ValueError(
+            f"timm rejects {', '.join(wrong)} in the policy {policy}: expected only"
+            f" {', '.join(names)} after {policy.partition('-')[0]}, each with a number"
+        )
+    return numbers
 
 
 def _unknown_policy(policy: str) -> ValueError:
@@ -311,9 +320,9 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> Findings:
     own = optimizer_fields(ours).keys() - with_flags
     stated = {f"optim.{key}": value for key, value in kwargs.items() if key in own}
 
-    settings = {key: value for key, value in settings.items() if key not in stated}
+    unstated = {key: value for key, value in settings.items() if key not in stated}
     text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
-    yield cannot(argument, text if name == "adam" else "", settings)
+    yield cannot(argument, text if name == "adam" else "", unstated)
     if "opt_kwargs" not in reading.args:
         return
 

@@ -47,7 +47,10 @@ from vit.layers.presets import SIZES
 from vit.system.spelling import did_you_mean
 from vit.weights.published import in_our_terms
 
-_PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
+_PLAIN = (
+    r"(vit|deit|deit3)_(?P<size>tiny|small|base|large|huge)(?P<distilled>_distilled)?"
+    r"_patch(?P<patch>\d+)_\d+"
+)
 """Matches names of timm models that are equal to a model of this project."""
 
 
@@ -85,8 +88,9 @@ def _map_model(reading: Reading) -> Findings:
     settings: Settings = {"model.name": f"timm/{name}"}
     plain = _plain(reading)
     if plain:
-        settings = {"model.name": f"vit_{SIZES[plain[1]]}{plain[3]}"}
-        settings |= {"model.dist_token": True} if plain[2] else {}
+        settings = {"model.name": f"vit_{SIZES[plain['size']]}{plain['patch']}"}
+        if plain["distilled"]:
+            settings["model.dist_token"] = True
         if name.startswith("deit3_"):
             settings |= {"model.init_values": 1e-6, "model.no_embed_class": True}
     yield same("model", settings)
@@ -135,13 +139,16 @@ def _published(name: str) -> Any:
 
 def _map_fields(reading: Reading) -> Findings:
     """Map `--model-kwargs` and `--head-init-bias`."""
-    mapped = ("img_size", "global_pool" if reading.args["gp"] else "")
     fields = {"global_pool": reading.args["gp"]} | reading.args["model_kwargs"]
-    fields = in_our_terms(fields) if _plain(reading) else fields
-    fields = {k: v for k, v in fields.items() if k not in mapped and v is not None}
-    lacking = [key for key in fields if f"model.{key}" not in all_keys()]
-    ours = {f"model.{key}": value for key, value in fields.items() if key not in lacking}
-    text = "arguments of the model: " + ", ".join(lacking)
+    if _plain(reading):
+        fields = in_our_terms(fields)
+
+    # Other functions map the image size, and the pooling that `--gp` states.
+    mapped = ("img_size", "global_pool" if reading.args["gp"] else "")
+    stated = {key: v for key, v in fields.items() if key not in mapped and v is not None}
+    lacking = [key for key in stated if f"model.{key}" not in all_keys()]
+    ours = {f"model.{key}": value for key, value in stated.items() if key not in lacking}
+    text = f"arguments of the model: {', '.join(lacking)}"
     yield cannot("model_kwargs", text if lacking else "", ours)
 
     bias = reading.args["head_init_bias"]
@@ -537,8 +544,8 @@ def _note_old_defaults(reading: Reading) -> Findings:
         if unstated:
             parts.append(f"until {day} {' '.join(unstated)}")
 
+    # --lr-base was added together with the current defaults.
     if parts and "lr_base" not in reading.stated:
-        # --lr-base was added together with the current defaults.
         yield differs(
             "",
             "arguments that are not given have timm's current defaults. For an older command, pass"

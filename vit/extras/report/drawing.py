@@ -131,14 +131,17 @@ def _missing_letters_once() -> Iterator[None]:
         warnings.simplefilter("always")
         yield
 
-    numbers = [re.match(r"Glyph (\d+) .*missing from", str(w.message)) for w in caught]
-    letters = {chr(int(match[1])) for match in numbers if match} - _missing_letters
-    for warning, match in zip(caught, numbers, strict=True):
-        if not match:
+    letters = set[str]()
+    for warning in caught:
+        match = re.match(r"Glyph (?P<number>\d+) .*missing from", str(warning.message))
+        if match:
+            letters.add(chr(int(match["number"])))
+        else:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
 
+    letters -= _missing_letters
     if letters:
         _missing_letters.update(letters)
         print(

@@ -8,7 +8,7 @@ import json
 import re
 from collections import defaultdict
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,8 @@ def twin_facts(history: History, run_dir: Path, config: Config) -> list[tuple[st
     Such a run has the same settings except `data.exclude` and `data.relabel`, which it lacks.
     """
     chosen = str(history.attempts[-1].start.get("chosen")) if history.attempts else ""
-    count = re.search(r"([\d,]+) changed", chosen)
-    if count is None:
+    match = re.search(r"(?P<count>[\d,]+) changed", chosen)
+    if match is None:
         return []
 
     own = _settings_of_samples(config)
@@ -137,7 +137,7 @@ def twin_facts(history: History, run_dir: Path, config: Config) -> list[tuple[st
             is_plain = other.data.exclude is None and other.data.relabel is None
             is_twin = is_plain and _settings_of_samples(other) == own
             if is_twin and path.parent != run_dir:
-                images = f"{count[1]} excluded or relabeled images"
+                images = f"{match['count']} excluded or relabeled images"
                 return [("equal to", f"{path.parent.name}, but for {images}")]
     return []
 
@@ -210,26 +210,23 @@ def set_rows(history: History) -> list[dict[str, Any]]:
     `best` is the highest top-1 accuracy of all evaluations, and `best_step` is its step.
     """
     rows = []
-    for name in set_names(history):
+    for name, suffix in product(set_names(history), ("", "_ema")):
+        key = f"{name}/top1{suffix}"
         lines = [line for line in history.of_kind("eval") if f"{name}/num_images" in line]
-        for suffix in ("", "_ema"):
-            values = [(line, line.get(f"{name}/top1{suffix}")) for line in lines]
-            measured = [(line, top1) for line, top1 in values if top1 is not None]
-            if not measured:
-                continue
+        measured = [line for line in lines if line.get(key) is not None]
+        if not measured:
+            continue
 
-            last, _ = measured[-1]
-            best, top1 = max(measured, key=lambda pair: pair[1])
-            results = {key: last.get(f"{name}/{key}{suffix}") for key in RESULT_NAMES}
-            rows.append(
-                {
-                    **results,
-                    "name": name,
-                    "averaged": bool(suffix),
-                    "best": top1,
-                    "best_step": best["step"],
-                }
-            )
+        best = max(measured, key=lambda line: line[key])
+        rows.append(
+            {
+                **{each: measured[-1].get(f"{name}/{each}{suffix}") for each in RESULT_NAMES},
+                "name": name,
+                "averaged": bool(suffix),
+                "best": best[key],
+                "best_step": best["step"],
+            }
+        )
     return rows
 
 
