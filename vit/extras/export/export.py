@@ -171,14 +171,17 @@ def _umask() -> int:
 
 
 def _fill(program: str, subject: ProgramModel, origin: Origin, folder: Path) -> list[str]:
+    """Write all files to the empty `folder`, and return the lines that describe them."""
     if program == "onnx":
         path, lines = _write_onnx(subject, folder)
     else:
         path, lines = _write_weights(subject, folder, program)
 
     if not (folder / "config.json").exists():
-        names = {"class_names": subject.labels or None}
-        write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
+        write_json(
+            folder / "preprocessing.json",
+            {**subject.view.to_dict(), "class_names": subject.labels or None},
+        )
 
     # ONNX stores weights above 2 GiB in a second file.
     hashes = {file.name: sha256_of(file) for file in [path, *folder.glob(f"{path.name}.data")]}
@@ -232,8 +235,10 @@ def _renamed(program: str, subject: ProgramModel) -> tuple[dict[str, Tensor], st
     assert all(torch.equal(converted[name], ours[name]) for name in ours), (
         "every value converts back"
     )
-    line = f"{len(ours)} weights as {len(theirs)} under the names of {program}; converted back,"
-    return theirs, f"{line} equal to the bit"
+    return theirs, (
+        f"{len(ours)} weights as {len(theirs)} under the names of {program}; converted back, equal"
+        " to the bit"
+    )
 
 
 def _write_onnx(subject: ProgramModel, folder: Path) -> tuple[Path, list[str]]:

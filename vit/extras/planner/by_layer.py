@@ -69,11 +69,10 @@ def layer_costs(model: ImageModel) -> list[LayerCost]:
         LayerCost(name, "parameter", str(tuple(parameter.shape)), parameter.numel(), 0)
         for name, parameter in model.named_parameters(recurse=False)
     ]
-    prefix = type(model).__name__  # of the names in `counts`
     for name in dict.fromkeys([*shapes, *layers]):  # layers without an output come last
         layer = layers[name]
         number = sum(parameter.numel() for parameter in layer.parameters())
-        flops = int(sum(counts.get(f"{prefix}.{name}", {}).values()))
+        flops = int(sum(counts.get(f"{type(model).__name__}.{name}", {}).values()))
         if number or flops:
             rows.append(LayerCost(name, type(layer).__name__, shapes.get(name, ""), number, flops))
 

@@ -61,7 +61,7 @@ def choose_speed(
     different image sizes or depths. Measurements of the same network are preferred, then those with
     the same `compiled`, then the fastest.
     """
-    choices: list[tuple[float, bool, float, Speed]] = []
+    choices: list[tuple[tuple[float, bool, float], Speed]] = []
     for path in sorted(results.glob("*-gpu-*.json")):
         measured = json.loads(path.read_text())
         for row in measured["training"]:
@@ -77,11 +77,12 @@ def choose_speed(
             reached_flops_per_s = row["mfu"] * gpu.peak_tflops(precision) * 1e12
             factor = row["flops_per_image"] / (reached_flops_per_s * _row_seconds(row, gpu))
             source = f"{row['model']} measured, benchmarks/results/{path.name}"
-            speed = Speed(factor, within, source)
-            choices.append((within, row["compiled"] != compiled, factor, speed))
+            rank = (within, row["compiled"] != compiled, factor)
+            choices.append((rank, Speed(factor, within, source)))
 
-    unknown = Speed(1.0, WITHIN, "not measured on this GPU, see docs/planner_error.md")
-    return min(choices, default=(0.0, False, 0.0, unknown))[3]
+    if not choices:
+        return Speed(1.0, WITHIN, "not measured on this GPU, see docs/planner_error.md")
+    return min(choices, key=lambda choice: choice[0])[1]
 
 
 def _row_seconds(row: dict[str, Any], gpu: Gpu) -> float:

@@ -134,6 +134,7 @@ def make_table(program: str, source: str, recipe: str, places: str) -> ArgumentT
 
 
 def _argument(line: str, in_recipe: bool) -> Argument:
+    """Parse a line of a table, which has a rule only if the argument is part of a recipe."""
     cells = re.split(r"\s{2,}", line.strip(), maxsplit=3)
     assert len(cells) >= 3, f"a line of a table has flags, a type and a default: {line!r}"
     flags, kind, default, *rest = cells
@@ -194,8 +195,9 @@ def _create_parser(table: ArgumentTable, problems: list[str]) -> _Parser:
         kind = argument.type.partition(":")[0]
         options = dict(_OPTIONS[kind])
         if kind in _VALUE_TYPES:
-            flag = table.flag_of(argument.name)
-            options["type"] = partial(_value, _VALUE_TYPES[kind], flag, problems)
+            options["type"] = partial(
+                _value, _VALUE_TYPES[kind], table.flag_of(argument.name), problems
+            )
         if kind in _SCALARS and not argument.in_recipe:
             # Only flags that are not part of a recipe, such as timm's --torchcompile, take an
             # optional value.
@@ -253,6 +255,7 @@ def read_yaml(table: ArgumentTable, text: str, path: Path) -> ParsedArguments:
 
 
 def _unknown(table: ArgumentTable, unparsed: Sequence[str]) -> str:
+    """Return the error for unknown flags or, if there are none, for words that nothing takes."""
     named = [word.partition("=")[0] for word in unparsed if word.startswith("-")]
     if not named:
         return f"{table.program} does not accept {' '.join(unparsed)!r} ({table.source})"

@@ -220,9 +220,8 @@ def _map_start(reading: Reading) -> Findings:
     else:
         yield same(reading.present("model_init"))
 
-    parts = list(reading.args.get("model_load.dont_load", ()))
-    resets = {"init.reset_head": True} if any("head/" in part for part in parts) else {}
-    yield same(reading.present("model_load.dont_load"), resets)
+    heads = [part for part in reading.args.get("model_load.dont_load", ()) if "head/" in part]
+    yield same(reading.present("model_load.dont_load"), {"init.reset_head": True} if heads else {})
 
 
 def _operations(text: str) -> list[tuple[str, list[Any]]]:

@@ -322,9 +322,8 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
     reference = read_reference(config.eval.reference)
     header = reference.header
     recipe = _read_recipe(header, f"eval.reference={config.eval.reference}").train
-    per_epoch = plan.steps_per_epoch
-    recipe_steps = recipe.steps or (recipe.epochs or 0) * per_epoch
-    curve_steps = reference.length * (per_epoch if reference.unit == "epoch" else 1)
+    recipe_steps = recipe.steps or (recipe.epochs or 0) * plan.steps_per_epoch
+    curve_steps = reference.length * (plan.steps_per_epoch if reference.unit == "epoch" else 1)
 
     refusal = ""
     ours = (val_split.num_samples, val_split.num_classes)

@@ -185,11 +185,17 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
 
 def _draw_faults(axes: Axes, history: History) -> None:
     """Draw crosses at skipped updates."""
-    across: dict[str, Any] = {"markersize": 6, "transform": axes.get_xaxis_transform()}
     steps = [line["step"] for line in history.of_kind("fault")]
     if steps:
-        label = f"{len(steps):,} updates skipped"
-        axes.plot(steps, [0.03] * len(steps), "x", color="black", label=label, **across)
+        axes.plot(
+            steps,
+            [0.03] * len(steps),  # just above the bottom of the axes
+            "x",
+            color="black",
+            label=f"{len(steps):,} updates skipped",
+            markersize=6,
+            transform=axes.get_xaxis_transform(),
+        )
 
 
 def _draw_loss(axes: Axes, history: History) -> None:
@@ -280,14 +286,16 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
         label = "resumed" if i == 0 else None
         axes.axvline(step, color=GRAY, linestyle=":", linewidth=1.5, label=label)
 
-    text_style: dict[str, Any] = {
-        "color": GRAY,
-        "fontsize": SMALL_PT,
-        "transform": axes.get_xaxis_transform(),
-    }
     for step, size in history.image_sizes():
         axes.axvline(step, color=GRAY, linewidth=0.8)
-        axes.text(step, 0.02, f" {size} px", **text_style)
+        axes.text(
+            step,
+            0.02,
+            f" {size} px",
+            color=GRAY,
+            fontsize=SMALL_PT,
+            transform=axes.get_xaxis_transform(),
+        )
 
     num_names = len(axes.get_legend_handles_labels()[0])
     if num_names > MOST_INSIDE:

@@ -115,8 +115,8 @@ def config_facts(
     optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
     rows += [("data", data), ("recipe", f"{length}; {optimizer}")]
     if config.distill.teacher is not None:
-        kind = f"{config.distill.distill_type} targets"
-        rows.append(("teacher", f"{shown(config.distill.teacher)}; {kind}"))
+        teacher = f"{shown(config.distill.teacher)}; {config.distill.distill_type} targets"
+        rows.append(("teacher", teacher))
     return rows
 
 
@@ -158,11 +158,9 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
     start = history.attempts[-1].start
     num_ranks = start.get("world_size", 1)
     device = str(start.get("device", "?")).partition(":")[0]
-    hardware = f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'} on {device}"
-    hardware += f" ({start.get('host', '?')})"
-    if precision:
-        hardware += f", {precision}"
-    return [("hardware", hardware)]
+    ranks = f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
+    hardware = f"{ranks} on {device} ({start.get('host', '?')})"
+    return [("hardware", f"{hardware}, {precision}" if precision else hardware)]
 
 
 def evaluation_rows(

@@ -182,11 +182,12 @@ class Replay:
         """Return the rows of each rank. start: the attempt's `start` line in metrics.jsonl."""
         batch_size = self.order.global_batch_size
         micro = start.get("plan", {}).get("micro_batch_size", batch_size // self.world_size)
-        ranks = range(self.world_size)
-        leaves = [leaves_of(rank, self.world_size, batch_size // micro) for rank in ranks]
+        num_leaves = batch_size // micro
+        leaves = [leaves_of(rank, self.world_size, num_leaves) for rank in range(self.world_size)]
         return [range(part.start * micro, part.stop * micro) for part in leaves]
 
     def _make(self, first: int, stop: int) -> BatchRows:
+        """Load and augment the rows from `first` to `stop` of the global batch."""
         layout = self._batches.layout_at(self.position)
         piece = BatchLayout(stop - first, layout.image_format, layout.num_columns)
         batch = piece.batch_in(memoryview(bytearray(piece.num_bytes)))
@@ -204,13 +205,13 @@ class Replay:
         entries = split.index[ids]
 
         keys = sample_keys(self.order.seed, self.epoch - 1, ids, copies)
-        size = self.image_size
-        crops = draw_crops(config, keys, entries["width"], entries["height"], size).tolist()
+        widths, heights = entries["width"], entries["height"]
+        crops = draw_crops(config, keys, widths, heights, self.image_size).tolist()
         names = [split.key(int(sample)) for sample in ids]
 
         partner = partners(config, len(ids)) if mixes(config) else np.arange(len(ids))
         table = batch.table.numpy()
-        starts = [rows.start for rows in self._rows_of_ranks]
+        starts = [rows.start for rows in self._rows_of_ranks]  # the first row of each rank
 
         return [
             ReplayedRow(
@@ -222,8 +223,8 @@ class Replay:
                 label=int(batch.labels[n]),
                 class_name=display_name(self.source.class_names, int(batch.labels[n])),
                 copy=int(copies[n]),
-                stored_width=int(entries["width"][n]),
-                stored_height=int(entries["height"][n]),
+                stored_width=int(widths[n]),
+                stored_height=int(heights[n]),
                 crop_left=crops[n][0],
                 crop_top=crops[n][1],
                 crop_width=crops[n][2],
@@ -254,17 +255,17 @@ class Replay:
         not checked.
         """
         split = self.source.train_set.split
-        recorded = start.get("content_sha256")
-        actual = content_sha256(split) if recorded else ""
-        if recorded and recorded != actual:
+        content = start.get("content_sha256")
+        actual = content_sha256(split) if content else ""
+        if content and content != actual:
             raise ValueError(
                 f"{split.root}: the images or labels have changed since step {self.step} (sha256 of"
-                f" their checksums {actual[:12]}, expected {str(recorded)[:12]}): restore the data,"
+                f" their checksums {actual[:12]}, expected {str(content)[:12]}): restore the data,"
                 " or pass the original data with data.root=..."
             )
 
-        recorded = start.get("first_batch_sha256")
-        if recorded and recorded != rows_sha256(self.order, start["step"]):
+        first_batch = start.get("first_batch_sha256")
+        if first_batch and first_batch != rows_sha256(self.order, start["step"]):
             raise ValueError(
                 f"{self.source.run_dir}: batch {start['step']} differs from the recorded one,"
                 " because the run was continued with different settings, or an override changes the"

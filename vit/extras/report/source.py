@@ -173,8 +173,9 @@ class ReportSource:
             find_weights(self.run_dir)
         except WeightsError:
             config = self.config
-            splits = self.train_set.split, self.val_split
-            return choose_num_classes(config.model, config.data, *splits)
+            return choose_num_classes(
+                config.model, config.data, self.train_set.split, self.val_split
+            )
 
         if self.weights.num_classes is None:
             raise ValueError(f"{self.weights.path} does not contain the number of classes")

@@ -340,8 +340,8 @@ def _read_tars(
         except ShardError:
             raise
         except Exception as error:  # from a damaged tar, the system or webdataset
-            texts = (part for part in error.args if isinstance(part, str) and part)
-            reason = next(texts, type(error).__name__)
+            texts = [part for part in error.args if isinstance(part, str) and part]
+            reason = texts[0] if texts else type(error).__name__
             raise ShardError(
                 f"{shown(url)}: the stream was interrupted ({reason}): to find the cause, run the"
                 " command or download the URL by hand"

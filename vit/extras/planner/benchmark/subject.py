@@ -182,8 +182,7 @@ def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: in
     widths = np.full(num_rows, STORED_PX[0])
     heights = np.full(num_rows, STORED_PX[1])
 
-    size = image_format.size
-    table = draw_table(config.augment, keys, widths, heights, size)
+    table = draw_table(config.augment, keys, widths, heights, image_format.size)
 
     weights = np.ones(num_rows, dtype=np.float32)
     draw_mix(
@@ -193,7 +192,7 @@ def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: in
         seed=config.train.seed,
         position=position,
         first_row=0,
-        size=size,
+        size=image_format.size,
         epoch=0,
     )
 

@@ -189,7 +189,6 @@ class CheckStages:
         missing = [r for r in range(self.world.size) if r not in answers and r not in self._lost]
         late = [rank for rank, answer in answers.items() if "late" in answer]
         problems = {r: answer["problem"] for r, answer in answers.items() if "problem" in answer}
-        hosts = self.world.hosts
 
         lines = []
         if missing:
@@ -197,14 +196,14 @@ class CheckStages:
             # The line above already reports the missing ranks, so omit reports from ranks that lost
             # them.
             problems = {rank: text for rank, text in problems.items() if text != LOST}
-        lines += by_message(problems, hosts)
+        lines += by_message(problems, self.world.hosts)
         # If a rank is missing or has failed, other ranks are late because they waited for that
         # rank.
         only_late = late and not missing and not problems
         if only_late:
-            late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
+            where = f" on {places(late, self.world.hosts)}" if self.world.size > 1 else ""
             lines.append(
-                f"not done within {limit_s:.0f} s{late_hosts}: a disk, a network or a device hangs"
+                f"not done within {limit_s:.0f} s{where}: a disk, a network or a device hangs"
                 " or is slow: allow more time with --check-limit-s"
             )
 
