@@ -61,18 +61,23 @@ def account(imported: Imported) -> str:
 
     num_stated = len(reading.stated)
     arguments = "argument" if num_stated == 1 else "arguments"
+    counts = count(reading)
+    # Readers look for what differs, and most settings are the same.
     lines = [
         f"{reading.table.program} ({reading.table.source}): {num_stated} {arguments} stated, the"
-        " rest are defaults"
+        " rest are defaults",
+        "",
+        f"differs: {counts['differs']}",
+        *_mapped_lines(reading, findings["differs"]),
+        "",
+        f"no equivalent: {counts['cannot']}",
+        *_mapped_lines(reading, findings["cannot"]),
+        "",
+        f"the same: {counts['same']}",
+        *_mapped_lines(reading, findings["same"]),
+        "",
+        f"without effect in the source program: {counts['inert']}",
     ]
-
-    # Readers look for what differs, and most settings are the same.
-    counts = count(reading)
-    lines += ["", f"differs: {counts['differs']}", *_mapped_lines(reading, findings["differs"])]
-    lines += ["", f"no equivalent: {counts['cannot']}", *_mapped_lines(reading, findings["cannot"])]
-    lines += ["", f"the same: {counts['same']}", *_mapped_lines(reading, findings["same"])]
-
-    lines += ["", f"without effect in the source program: {counts['inert']}"]
     for finding in findings["inert"]:
         lines += wrapped(f"{', '.join(_flags(reading, finding.theirs))}: {finding.text}")
 
@@ -166,17 +171,16 @@ def _header(imported: Imported, out: Path | None) -> str:
     reading = imported.reading
     size = imported.settings.get("model.image_size", 224)
     name = imported.settings.get("model.name", "vit_b16")
-    lines = [f"# {name} at {size} px, as {reading.table.program} trains it.", "#"]
-    lines += _entry("source", f"{reading.table.source}: defaults, and the arguments below")
-    lines += _entry("stated", reading.source)
-    lines.append(
+    lines = [
+        f"# {name} at {size} px, as {reading.table.program} trains it.",
+        "#",
+        *_entry("source", f"{reading.table.source}: defaults, and the arguments below"),
+        *_entry("stated", reading.source),
         f"# {'command':<10} torchrun --nproc_per_node=8 launch/train.py"
-        f" --config {out or 'FILE.yaml'} data.root=SHARDS"
-    )
-    lines += _entry("published", "see the source")
-    lines += _entry(
-        "measured", "no; `python launch/recipe.py import` lists the settings that match"
-    )
+        f" --config {out or 'FILE.yaml'} data.root=SHARDS",
+        *_entry("published", "see the source"),
+        *_entry("measured", "no; `python launch/recipe.py import` lists the settings that match"),
+    ]
 
     for verdict, label in (("cannot", "missing"), ("differs", "differs")):
         for finding in reading.findings:
