@@ -49,8 +49,7 @@ def make_contact_sheet(
 
     shares = train.shares[:1]
     num_available = shares[0].num_samples if shares else split.num_samples
-    does_mix = mixes(config.augment)
-    group_size = config.augment.mix_group_size if does_mix else 1
+    group_size = config.augment.mix_group_size if mixes(config.augment) else 1
     num_rows = math.ceil(num_images / group_size) * group_size
     if num_rows > num_available:
         raise ValueError(
@@ -64,31 +63,7 @@ def make_contact_sheet(
     # An epoch is one batch, so all batches contain the same images.
     order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
     columns = {"original": _original_cells(split, order, form)}
-
-    num_batches = num_draws + does_mix
-    width_in = cell_width_in(1 + num_batches)
-    unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
-    # Each column is an epoch, so `mixup_off_epoch` could switch mixing off in the last column.
-    mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
-    draw = create_augment(unmixed, data, num_classes, device)
-    mix = create_augment(mixed, data, num_classes, device)
-
-    batches = TrainBatches(split, order, mixed, form, on_bad_image=config.loader.on_bad_image)
-    with Loader(batches, 0, num_batches) as loader:
-        for number in range(1, num_draws + 1):
-            batch = next(loader)
-            images, _ = _augmented(batch, draw, config, device)
-            columns[f"draw {number}"] = [
-                Cell(images[row], _caption(config.augment, batch, row, width_in))
-                for row in _sorted(batch)
-            ]
-        if does_mix:
-            batch = next(loader)
-            images, targets = _augmented(batch, mix, config, device)
-            columns["as mixed"] = [
-                Cell(images[row], share_lines(targets[row], split.class_names, width_in))
-                for row in _sorted(batch)
-            ]
+    columns |= _augmented_columns(config, split, order, form, num_classes, num_draws, device)
 
     height, width = form.size
     return plot_cells(
@@ -111,6 +86,47 @@ def _original_cells(split: Split | Sources, order: Order, form: ImageFormat) -> 
         return [Cell(batch.images[row].clone(), []) for row in _sorted(batch)]
 
 
+def _augmented_columns(
+    config: Config,
+    split: Split | Sources,
+    order: Order,
+    form: ImageFormat,
+    num_classes: int,
+    num_draws: int,
+    device: torch.device,
+) -> dict[str, list[Cell]]:
+    """Return a column for each of `num_draws` epochs without mixing and, if the config mixes, one
+    with mixing, by title."""
+    does_mix = mixes(config.augment)
+    num_batches = num_draws + does_mix
+    width_in = cell_width_in(1 + num_batches)
+    unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
+    # Each column is an epoch, so `mixup_off_epoch` could switch mixing off in the last column.
+    mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
+    draw = create_augment(unmixed, config.data, num_classes, device)
+    mix = create_augment(mixed, config.data, num_classes, device)
+
+    columns = {}
+    batches = TrainBatches(split, order, mixed, form, on_bad_image=config.loader.on_bad_image)
+    with Loader(batches, 0, num_batches) as loader:
+        for number in range(1, num_draws + 1):
+            batch = next(loader)
+            images, _ = _augmented(batch, draw, config, device)
+            columns[f"draw {number}"] = [
+                Cell(images[row], _caption(config.augment, batch, row, width_in))
+                for row in _sorted(batch)
+            ]
+
+        if does_mix:
+            batch = next(loader)
+            images, targets = _augmented(batch, mix, config, device)
+            columns["as mixed"] = [
+                Cell(images[row], share_lines(targets[row], split.class_names, width_in))
+                for row in _sorted(batch)
+            ]
+    return columns
+
+
 def _augmented(
     batch: Batch, augment: Augment, config: Config, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -121,10 +137,12 @@ def _augmented(
 
 
 def _sorted(batch: Batch) -> list[int]:
+    """Return the rows of a batch in the order of their samples, which is equal for all epochs."""
     return np.argsort(batch.ids.numpy()).tolist()
 
 
 def _caption(config: AugmentConfig, batch: Batch, row: int, width_in: float) -> list[str]:
+    """Return the lines that list the operations on a row of `batch`."""
     operations = ["not readable"]
     if batch.weights[row] != 0:
         operations = describe(config, batch.table[row].numpy())

@@ -103,6 +103,7 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
     if not files or not plan:
         return
 
+    # The numbers of correct and of recorded images in each step, from step 1 on.
     per_epoch = plan["steps_per_epoch"]
     right = np.zeros(max(files) * per_epoch + 1)
     seen = np.zeros_like(right)
@@ -115,10 +116,10 @@ def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConf
         right[steps] = (margins > 0).sum(1)
         seen[steps] = (~np.isnan(margins)).sum(1)
 
-    before = 0
+    previous_step = 0
     for line in history.of_kind("train"):
-        steps = slice(before + 1, line["step"] + 1)
-        before = line["step"]
+        steps = slice(previous_step + 1, line["step"] + 1)
+        previous_step = line["step"]
         num_seen = seen[steps].sum()
         if num_seen:
             line["top1"] = 100.0 * float(right[steps].sum() / num_seen)
@@ -135,9 +136,11 @@ def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArr
         for line in lines
         if name in line
     ]
-    edges = np.arange(0, len(points), math.ceil(len(points) / at_most) or 1)
-    if not len(points):
+    if not points:
         return np.empty((2, 0))
+
+    # `reduceat` adds up the points between the edges.
+    edges = np.arange(0, len(points), math.ceil(len(points) / at_most))
     return (np.add.reduceat(points, edges) / np.diff([*edges, len(points)])[:, None]).T
 
 
@@ -261,10 +264,9 @@ def _draw_throughput(axes: Axes, history: History) -> None:
 
 def _right_axis(axes: Axes, label: str) -> Axes:
     right = axes.twinx()
-    right.set_ylabel(label)
+    right.set_ylabel(label, color=ORANGE)
     right.spines["right"].set_visible(True)
     right.tick_params(axis="y", colors=ORANGE)
-    right.yaxis.label.set_color(ORANGE)
     return right
 
 
@@ -309,12 +311,14 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
     elif resumed or num_names > 1:
         axes.legend()
 
+    per_epoch = history.steps_per_epoch
+    axes.set(
+        xlabel=f"step ({per_epoch:,.0f} an epoch)" if per_epoch else "step",
+        xlim=(0, 1.02 * max(line["step"] for line in history.lines) or 1),
+    )
     axes.grid(True)
-    axes.set_xlim(0, 1.02 * max(line["step"] for line in history.lines) or 1)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    per_epoch = history.steps_per_epoch
-    axes.set_xlabel(f"step ({per_epoch:,.0f} an epoch)" if per_epoch else "step")
 
 
 def plot_curves(metrics: Path, picture: Path) -> Path:
@@ -372,9 +376,8 @@ def plot_learning_curves(
         for axes, key in ((loss, "loss"), (accuracy, "top1")):
             for number, (name, history) in enumerate(histories):
                 _draw_run(axes, history, key, smooth_epochs, color=f"C{number}", name=name)
-            axes.set_xlabel("epoch")
+            axes.set(xlabel="epoch", xlim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.set_xlim(0, None)
             axes.grid(True)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=SMALL_PT)
@@ -388,6 +391,8 @@ def plot_learning_curves(
 def _draw_run(
     axes: Axes, history: History, key: str, smooth_epochs: float | None, *, color: str, name: str
 ) -> None:
+    """Plot the training and validation curves of one run over epochs. Arguments: see
+    `plot_learning_curves`."""
     per_epoch = history.steps_per_epoch or 1
     steps, values = _points(history.of_kind("train"), key)
     if len(steps):

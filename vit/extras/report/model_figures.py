@@ -146,8 +146,8 @@ def draw_distance(model: ImageModel, images: Images, picture: Path) -> str:
         axes.plot(blocks, distances.mean(1), "-", color=ORANGE, label="mean of the heads")
         axes.axhline(uniform_px, ls="--", color=GRAY, label="equal attention to all patches")
 
-        axes.set(xlabel="block", ylabel="mean attention distance (pixels)")
-        axes.set_ylim(0, 1.08 * max(float(distances.max()), uniform_px))
+        top_px = 1.08 * max(float(distances.max()), uniform_px)
+        axes.set(xlabel="block", ylabel="mean attention distance (pixels)", ylim=(0, top_px))
         axes.set_xticks(blocks if num_layers <= 16 else blocks[:: num_layers // 8])
         axes.grid(True, axis="y")
         axes.legend(loc="best")
@@ -407,11 +407,10 @@ def plot_attention(
 
     Returns `picture`.
     """
-    # The width of two images, the gap between pairs and the height of two lines of text, in inches.
-    pair_w = 3.75
-    gap = 0.3
-    text_h = 0.43
-    image_w = (pair_w - 0.06) / 2
+    # The width of two images, the gap between pairs, the gap in a pair and the height of two lines
+    # of text, in inches.
+    pair_w, gap, image_gap, text_h = 3.75, 0.3, 0.06, 0.43
+    image_w = (pair_w - image_gap) / 2
     image_h = image_w * images.shape[2] / images.shape[3]
     row_h = text_h + image_h + 0.25
     overlays = overlaid(images, relevance)
@@ -425,25 +424,23 @@ def plot_attention(
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GRAY)
 
         results = zip(labels, predictions, probabilities, strict=True)
-        for i, (label, predicted, probability) in enumerate(results):
-            left, top = 0.1 + i % 2 * (pair_w + gap), 0.8 + i // 2 * row_h
+        for number, (label, predicted, probability) in enumerate(results):
+            row, column = divmod(number, 2)
+            left, top = 0.1 + column * (pair_w + gap), 0.8 + row * row_h
             mark, color, weight = (
                 ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
             )
-            name = (
-                shorten(display_name(class_names, predicted), pair_w - 1.9, weight=weight)
-                + f" ({100 * probability:.0f} %)"
-            )
+            name = shorten(display_name(class_names, predicted), pair_w - 1.9, weight=weight)
+            result = f"{name} ({100 * probability:.0f} %)" if predicted >= 0 else "NaN"
+            true_name = shorten(display_name(class_names, label), pair_w - 0.5)
+            sheet.text(left, top + 0.13, f"true: {true_name}")
+            line = f"{mark} predicted: {result}"
+            sheet.text(left, top + 0.33, line, color=color, weight=weight)
 
-            sheet.text(
-                left, top + 0.13, "true: " + shorten(display_name(class_names, label), pair_w - 0.5)
-            )
-            taken_for = f"{mark} predicted: {name if predicted >= 0 else 'NaN'}"
-            sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
             size = (image_w, image_h)
-            place(sheet, to_pixels(images[i]), at=(left, top + text_h), size=size)
-            right = left + image_w + 0.06
-            place(sheet, to_pixels(overlays[i]), at=(right, top + text_h), size=size)
+            place(sheet, to_pixels(images[number]), at=(left, top + text_h), size=size)
+            overlay = to_pixels(overlays[number])
+            place(sheet, overlay, at=(left + image_w + image_gap, top + text_h), size=size)
     return picture
 
 

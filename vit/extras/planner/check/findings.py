@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vit.distributed.host_differences import places
@@ -67,14 +67,19 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def print_table(title: str, findings: Sequence[Finding], console: Console) -> None:
     """Print a row for each finding. Colors are used only in terminals."""
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    table.add_column("check", no_wrap=True)
-    table.add_column("found", overflow="fold")
+    table = Table(
+        "",
+        Column("check", no_wrap=True),
+        Column("found", overflow="fold"),
+        box=SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+    )
     for finding in findings:
-        style = _STYLES[finding.verdict]
+        verdict = Text(finding.verdict, _STYLES[finding.verdict])
         # `Text` prevents rich from parsing brackets in a finding as markup.
-        table.add_row(Text(finding.verdict, style), Text(finding.name), Text(finding.text))
+        table.add_row(verdict, Text(finding.name), Text(finding.text))
     console.print(table)
 
 

@@ -140,7 +140,7 @@ def find_near_doubles(
     whiten_(features)
     similarity, nearest_samples = nearest(features, len(train), source.device, on_images)
 
-    twin_of: dict[int, int] = {}
+    twin_of: dict[int, int] = {}  # the first image of a group of identical ones
     for same in duplicates.groups:
         twin_of.update(dict.fromkeys(same, same[0]))
     copied = set(duplicates.also_evaluated)
@@ -150,11 +150,11 @@ def find_near_doubles(
     for sample in (similarity >= threshold).nonzero()[:, 0].tolist():
         other = int(nearest_samples[sample])
         cosine = min(float(similarity[sample]), 1.0)
-        val = sample - len(train)
-        if val >= 0:
-            if (other, val) not in copied:
-                evaluated.append((other, val, cosine))
-        elif twin_of.get(sample, -1) != twin_of.get(other, -2):
+        val = sample - len(train)  # negative for a training image
+        is_identical = sample in twin_of and twin_of[sample] == twin_of.get(other)
+        if val >= 0 and (other, val) not in copied:
+            evaluated.append((other, val, cosine))
+        elif val < 0 and not is_identical:
             pairs[min(sample, other), max(sample, other)] = cosine
 
     labels = source.train_labels

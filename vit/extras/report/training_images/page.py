@@ -49,12 +49,7 @@ def write_samples_page(
 
     Raises ValueError if the page cannot be written, and ShardError if an image cannot be read.
     """
-    suspects = curves.suspects
-    suspicious = suspects[curves.mean_margin[suspects] < 0][:num_images]
-    rest = suspects[~np.isin(suspects, suspicious)]
-    never = rest[curves.never_learnt[rest]][:num_images]
-    often = rest[np.argsort(-curves.times_forgotten[rest], kind="stable")]
-    often = often[curves.times_forgotten[often] > 0][:num_images]
+    suspicious, never_learnt, forgotten = _choose(curves, num_images)
     doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
     evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
 
@@ -64,7 +59,7 @@ def write_samples_page(
     val_pairs = near.also_evaluated[:num_images]
 
     chosen = [
-        *chain(suspicious.tolist(), never.tolist(), often.tolist(), *doubles, evaluated),
+        *chain(suspicious, never_learnt, forgotten, *doubles, evaluated),
         *chain(*((first, second) for first, second, _ in pairs)),
         *(train for train, _, _ in val_pairs),
     ]
@@ -89,9 +84,9 @@ def write_samples_page(
         num_forgotten=int((curves.times_forgotten > 0).sum()),
         num_double=sum(len(same) - 1 for same in duplicates.groups),
         num_evaluated=len(duplicates.also_evaluated),
-        suspicious=[fields[sample] for sample in suspicious.tolist()],
-        never=[fields[sample] for sample in never.tolist()],
-        forgotten=[fields[sample] for sample in often.tolist()],
+        suspicious=[fields[sample] for sample in suspicious],
+        never=[fields[sample] for sample in never_learnt],
+        forgotten=[fields[sample] for sample in forgotten],
         doubles=[[fields[sample] for sample in same] for same in doubles],
         evaluated=[fields[sample] for sample in evaluated],
         looked_for_near=has_searched_near,
@@ -102,6 +97,18 @@ def write_samples_page(
         why_silent=why_silent,
     )
     return write_html(source.run_dir / PAGE_FILE, content)
+
+
+def _choose(curves: SampleCurves, num_images: int) -> tuple[list[int], list[int], list[int]]:
+    """Return up to `num_images` images that are probably mislabeled, were never learned, and were
+    forgotten most often. Each image is in one list only."""
+    suspects = curves.suspects
+    suspicious = suspects[curves.mean_margin[suspects] < 0][:num_images]
+    others = suspects[~np.isin(suspects, suspicious)]
+    never_learnt = others[curves.never_learnt[others]][:num_images]
+    by_times = others[np.argsort(-curves.times_forgotten[others], kind="stable")]
+    forgotten = by_times[curves.times_forgotten[by_times] > 0][:num_images]
+    return suspicious.tolist(), never_learnt.tolist(), forgotten.tolist()
 
 
 @torch.no_grad()
@@ -185,6 +192,7 @@ def _picture(split: Split | Sources, sample: int) -> str:
 
 
 def _curve(curves: SampleCurves, sample: int) -> Markup:
+    """Return an SVG of an image's margin over the epochs, with 0 at half of its height."""
     margins = curves.margins[:, sample].astype(np.float64)
     seen = np.flatnonzero(np.isfinite(margins))
     if not len(seen):
