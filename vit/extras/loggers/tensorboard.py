@@ -38,7 +38,7 @@ class TensorboardView:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = run_dir / "tensorboard"
-            before = list(folder.glob("events.out.tfevents.*"))
+            older_files = list(folder.glob("events.out.tfevents.*"))
             threading.excepthook = partial(_report, threading.excepthook)
             # purge_step writes the purge mark. Without a limit on the queue, training never waits
             # for the disk.
@@ -46,13 +46,8 @@ class TensorboardView:
             for line in read_metrics(run_dir / METRICS_FILE):
                 self.send(line["step"], line["time"], numbers_of(line))
             self._do("flush")
-            for path in before if self._writer is not None else ():
-                # A TensorBoard that reads this file would wait forever if it were removed, so empty
-                # the file.
-                if path.stat().st_size:
-                    os.truncate(path, 0)
-                else:
-                    path.unlink()
+            if self._writer is not None:
+                _discard(older_files)
         except ImportError:
             remedy = "pip install tensorboard, or log.tensorboard=false to silence this"
             log_line(f"tensorboard: not installed: metrics.jsonl only ({remedy})")
@@ -97,6 +92,18 @@ class TensorboardView:
     def _stop(self, error: Exception) -> None:
         self._writer = None
         self._log(f"tensorboard: stopped ({error}); metrics.jsonl has everything")
+
+
+def _discard(files: list[Path]) -> None:
+    """Empty the files, and remove those that are already empty.
+
+    A TensorBoard that reads a file would wait forever if the file were removed now.
+    """
+    for path in files:
+        if path.stat().st_size:
+            os.truncate(path, 0)
+        else:
+            path.unlink()
 
 
 def _report(before: Callable[[Any], object], args: Any) -> None:

@@ -179,18 +179,9 @@ def _open_run(
     wandb: Any, run_dir: Path, mode: str, start: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Open the run on W&B, and return it with the content of `STATE_FILE`."""
-    id_file = run_dir / "wandb_id"
-    if not id_file.exists() or not id_file.read_text().strip():
-        id_file.write_text(f"{uuid.uuid4().hex[:8]}\n{os.environ.get('WANDB_PROJECT') or 'vit'}\n")
-    # The run stays in its project, because an id belongs to one project.
-    run_id, project = id_file.read_text().splitlines()
-
-    state: dict[str, Any] = {"id": run_id, "is_online": False, "num_other_steps": 0}
+    run_id, project = _read_id(run_dir / "wandb_id")
     state_file = run_dir / "wandb" / STATE_FILE
-    if state_file.exists():
-        stored = json.loads(state_file.read_text())
-        state = stored if stored["id"] == run_id else state
-
+    state = _read_state(state_file, run_id)
     if mode == "offline":
         if state["is_online"] or any(run_dir.glob(f"wandb/offline-run-*-{run_id}/*.synced")):
             raise ValueError("W&B already has rows of this run, which `wandb sync` would duplicate")
@@ -227,6 +218,25 @@ def _open_run(
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
     return run, state
+
+
+def _read_id(path: Path) -> list[str]:
+    """Return the id and the project of the run, which the first attempt chooses.
+
+    The run stays in its project, because an id belongs to one project.
+    """
+    if not path.exists() or not path.read_text().strip():
+        path.write_text(f"{uuid.uuid4().hex[:8]}\n{os.environ.get('WANDB_PROJECT') or 'vit'}\n")
+    return path.read_text().splitlines()
+
+
+def _read_state(path: Path, run_id: str) -> dict[str, Any]:
+    """Return the content of `STATE_FILE`, or that of a new run if the file is of another id."""
+    if path.exists():
+        stored: dict[str, Any] = json.loads(path.read_text())
+        if stored["id"] == run_id:
+            return stored
+    return {"id": run_id, "is_online": False, "num_other_steps": 0}
 
 
 def _limit_end(feed: Feed, run_dir: Path, mode: str, server_url: str, log_line: LogLine) -> None:

@@ -182,6 +182,10 @@ class RunStore(Place):
             self._store.write(name, record[start:])
 
     def _bring(self, record: bytes) -> None:
+        """Download the files and the newest checkpoint that the working copy lacks.
+
+        Raises ValueError if the run has lost all its checkpoints.
+        """
         path = self.folder / METRICS_FILE
         if record and not path.exists():
             with replacing(path) as file:
@@ -240,35 +244,39 @@ class RunStore(Place):
         return time.monotonic() - began
 
     def _push_record(self, store: ObjectStore) -> None:
+        """Upload the new lines of metrics.jsonl as a part, named after its first byte."""
         lines = new_lines(self.folder / METRICS_FILE, self._record_bytes)
-        if lines:
-            self._lease.ensure(store)
-            name = part_name(self._record_bytes)
-            if not store.write(name, lines, only_new=True, in_use=True):
-                # The part already exists: the response to this job's upload was lost, a kill
-                # truncated the part, or another job wrote it. A part of another job must not be
-                # overwritten.
-                uploaded = store.read_all(name)
-                if not lines.startswith(uploaded):
-                    self._lease.confirm(store)
-                    raise LeaseLost(
-                        f"{store}: another job has written {name}; this job stops and saves nothing"
-                        " more to the URL"
-                    )
-                if uploaded != lines:
-                    store.write(name, lines, in_use=True)
-            self._record_bytes += len(lines)
+        if not lines:
+            return
+
+        self._lease.ensure(store)
+        name = part_name(self._record_bytes)
+        if not store.write(name, lines, only_new=True, in_use=True):
+            # The part already exists: the response to this job's upload was lost, a kill truncated
+            # the part, or another job wrote it. A part of another job must not be overwritten.
+            uploaded = store.read_all(name)
+            if not lines.startswith(uploaded):
+                self._lease.confirm(store)
+                raise LeaseLost(
+                    f"{store}: another job has written {name}; this job stops and saves nothing"
+                    " more to the URL"
+                )
+            if uploaded != lines:
+                store.write(name, lines, in_use=True)
+        self._record_bytes += len(lines)
 
     def _push_checkpoints(self) -> None:
+        """Upload the new checkpoints, the oldest first, and remove those that are not kept."""
         checkpoints = complete_checkpoints(self.folder)
         for folder in reversed(checkpoints):
-            tensors = (path.name for path in folder.iterdir() if not path.name.startswith("."))
-            for name in sorted(tensors, key=lambda name: (name == INFO_FILE, name)):
-                name = f"{CHECKPOINTS}/{folder.name}/{name}"
+            # checkpoint.json is uploaded last, because it makes the checkpoint complete.
+            files = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+            for file in sorted(files, key=lambda file: (file == INFO_FILE, file)):
+                name = f"{CHECKPOINTS}/{folder.name}/{file}"
                 if self._is_uploaded(name):
                     continue
-                if name == info_name(folder.name):
-                    self._lease.confirm(self._store)  # this upload completes the checkpoint
+                if file == INFO_FILE:
+                    self._lease.confirm(self._store)
                 self._upload(name)
 
         if checkpoints and self._latest != checkpoints[0].name:
@@ -276,9 +284,9 @@ class RunStore(Place):
             self._latest = checkpoints[0].name
 
         complete = complete_in(self._remote)
-        remaining = set(complete) - {*surplus_checkpoints(complete, self._config.checkpoint)}
+        kept = set(complete).difference(surplus_checkpoints(complete, self._config.checkpoint))
         for name, files in checkpoints_in(self._remote).items():
-            if name in remaining:
+            if name in kept:
                 continue
             # checkpoint.json is removed first, because a partly removed checkpoint must not look
             # complete.
