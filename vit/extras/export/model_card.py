@@ -240,8 +240,7 @@ def opening_code(program: str, subject: ProgramModel, repository: str = "") -> s
     """Return Python code that loads the current folder, or `repository` from the Hugging Face Hub
     with timm, and classifies `photo.jpg`."""
     code = with_photo(FORMATS[program].code, subject, '"photo.jpg"')
-    model = subject.model
-    view = subject.view
+    model, view = subject.model, subject.view
     values: dict[str, Any] = {
         "TIMM_NAME": f"hf-hub:{repository}" if repository else "local-dir:.",
         "REPOSITORY": repository or ".",

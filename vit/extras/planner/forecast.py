@@ -242,10 +242,9 @@ def _host_memory(config: Config, plan: Plan, data: DataSize, saved_bytes: int) -
     saved_bytes: the size of a checkpoint.
     """
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
-    order = create_order(config, data.num_images)
     train = Load(
         BatchLayout(plan.rank_batch_size, form.largest, table_layout(config.augment).width),
-        row_unit=row_unit(config.augment, order),
+        row_unit=row_unit(config.augment, create_order(config, data.num_images)),
         num_batches=plan.total_steps,
     )
 

@@ -94,8 +94,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     The step is not compiled. A compiled step needs less memory. Batches have the sizes in `plan`
     and the largest image size of the run.
     """
-    optim = config.optim
-    train = config.train
+    optim, train = config.optim, config.train
     rank_batch_size = plan.rank_batch_size
     device = torch.device("cpu")
 

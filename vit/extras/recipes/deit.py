@@ -329,8 +329,7 @@ def _map_start(reading: Reading) -> Findings:
 def _map_teacher(reading: Reading) -> Findings:
     """Map the teacher. main.py requires a model with two heads (losses.py)."""
     args = reading.args
-    kind = args["distillation_type"]
-    alpha = args["distillation_alpha"]
+    kind, alpha = args["distillation_type"], args["distillation_alpha"]
     path = args["teacher_path"]
     if kind == "none":
         yield same("distillation_type")

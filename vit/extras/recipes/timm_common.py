@@ -73,8 +73,12 @@ def map_batch(reading: Reading) -> Findings:
         texts.append(
             "timm also trains on an epoch's last batches that fill no step, this project does not"
         )
-    names = reading.present("batch_size grad_accum_steps accum_iter")
-    yield same(names, {"data.global_batch_size": size * gpus * steps}, formula, "; ".join(texts))
+    yield same(
+        reading.present("batch_size grad_accum_steps accum_iter"),
+        {"data.global_batch_size": size * gpus * steps},
+        formula,
+        "; ".join(texts),
+    )
 
 
 def map_policy(reading: Reading) -> Findings:

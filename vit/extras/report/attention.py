@@ -183,8 +183,7 @@ def attention_rollout(maps: list[Tensor], reading: Tensor, num_prefix_tokens: in
         layer = 0.5 * attention.float().mean(1) + 0.5 * identity
         rollout = layer / layer.sum(-1, keepdim=True) @ rollout
 
-    rows = (reading.mean(1, keepdim=True) @ rollout)[:, 0]
-    relevance = rows[:, num_prefix_tokens:]
+    relevance = (reading.mean(1, keepdim=True) @ rollout)[:, 0, num_prefix_tokens:]
     return relevance / relevance.amax(1, keepdim=True).clamp(min=torch.finfo(relevance.dtype).tiny)
 
 

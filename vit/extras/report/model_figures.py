@@ -377,9 +377,8 @@ def plot_augmented(
     Returns `picture`.
     """
     num_columns = min(6, max(3, len(inputs)))
-    width_in = cell_width_in(num_columns)
     cells = [
-        Cell(image, share_lines(target, class_names, width_in))
+        Cell(image, share_lines(target, class_names, cell_width_in(num_columns)))
         for image, target in zip(as_colors(inputs, mean, std), targets.cpu(), strict=True)
     ]
 

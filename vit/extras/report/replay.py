@@ -327,8 +327,7 @@ def write_csv(replay: Replay, path: Path) -> Path:
 def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
     """Draw the stored image with its crop, and the model's input, for the first rows."""
     source = replay.source
-    data = source.config.data
-    names = source.class_names
+    data, names = source.config.data, source.class_names
     side = cell_width_in(2 * PAIRS_IN_A_LINE)
 
     cells = []
@@ -360,9 +359,8 @@ def _stored(replay: Replay, row: ReplayedRow) -> Tensor:
     scale = STORED_PX / max(image.size)
     image = image.resize([max(round(side * scale), 1) for side in image.size])
 
-    right = row.crop_left + row.crop_width
-    bottom = row.crop_top + row.crop_height
-    corners = [row.crop_left, row.crop_top, right, bottom]
+    left, top = row.crop_left, row.crop_top
+    corners = [left, top, left + row.crop_width, top + row.crop_height]
     box = [min(round(corner * scale), STORED_PX - 2) for corner in corners]
     ImageDraw.Draw(image).rectangle(box, outline=BOX_COLOR, width=3)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -270,8 +270,7 @@ class StreamBatches(AugmentedBatches):
             if has_own_shards:
                 own_urls = own_urls[reader::num_readers]
 
-            num_seen = 0
-            num_own = 0
+            num_seen = num_own = 0
             for sample in _read_tars(own_urls, self.split.layout, self.split.retry):
                 if has_own_shards or num_seen % num_readers == reader:
                     num_own += 1

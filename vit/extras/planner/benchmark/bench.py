@@ -275,8 +275,7 @@ def _measure_row(
 
     largest: the largest micro-batch size that fits, or None if it was not searched for.
     """
-    config = subject.config
-    world = subject.world
+    config, world = subject.config, subject.world
     # On a CPU, the batch may be smaller than the micro-batch size in the config.
     micro_batch_size = min(micro_batch_size, rank_batch_size)
     train_step.micro_batch_size = micro_batch_size

@@ -59,35 +59,46 @@ def check_writable(option: str, folder: Path) -> None:
 def step_table(result: Mapping[str, Any]) -> Table:
     """Return a table of the step measurements, with a column for each mode and micro-batch size."""
     rows = result["training"]
-    table: Table = []
 
-    def add(name: str, cell: Callable[[Mapping[str, Any]], str]) -> None:
-        table.append([name, *map(cell, rows)])
+    def line(name: str, cell: Callable[[Mapping[str, Any]], str]) -> list[str]:
+        return [name, *map(cell, rows)]
 
-    add("", _mode)
-    add("micro-batch, images", lambda row: f"{row['micro_batch_size']:,}")
-    add("step of a device, images", lambda row: f"{row['rank_batch_size']:,}")
-    add("images/s", lambda row: digits(row["images_per_s"]))
+    table = [
+        line("", _mode),
+        line("micro-batch, images", lambda row: f"{row['micro_batch_size']:,}"),
+        line("step of a device, images", lambda row: f"{row['rank_batch_size']:,}"),
+        line("images/s", lambda row: digits(row["images_per_s"])),
+    ]
     if result["num_devices"] > 1:
-        add("  of each device", lambda row: digits(row["images_per_s_per_gpu"]))
-    add("share of the peak (MFU)", lambda row: f"{100 * row['mfu']:.1f} %")
+        table.append(line("  of each device", lambda row: digits(row["images_per_s_per_gpu"])))
+    table += [
+        line("share of the peak (MFU)", lambda row: f"{100 * row['mfu']:.1f} %"),
+        line("a step, ms", lambda row: digits(1e3 * row["step_s"])),
+    ]
 
-    add("a step, ms", lambda row: digits(1e3 * row["step_s"]))
     if all(row["bound_s"] for row in rows):
-        add("  at the limits of the GPU", lambda row: _share(row, row["bound_s"]))
+        table.append(line("  at the limits of the GPU", lambda row: _share(row, row["bound_s"])))
     for part, name in PART_NAMES.items():
         part_s = [row["parts_s"].get(part, 0.0) for row in rows]
         if part != StepPhase.TEACHER or any(part_s):  # most configs have no teacher
             table.append([f"  {name}", *map(_share, rows, part_s)])
     if all(row["all_reduce"] for row in rows):
-        add("  all-reduce not hidden", lambda row: _share(row, row["all_reduce"]["exposed_s"]))
-        add("all-reduce alone, ms", lambda row: digits(1e3 * row["all_reduce"]["alone_s"]))
+        table += [
+            line(
+                "  all-reduce not hidden", lambda row: _share(row, row["all_reduce"]["exposed_s"])
+            ),
+            line("all-reduce alone, ms", lambda row: digits(1e3 * row["all_reduce"]["alone_s"])),
+        ]
 
-    add("peak memory, GiB", lambda row: _gib(row["peak_memory_gib"]))
-    add("  as planned", lambda row: _gib(row["planned_memory_gib"]))
+    table += [
+        line("peak memory, GiB", lambda row: _gib(row["peak_memory_gib"])),
+        line("  as planned", lambda row: _gib(row["planned_memory_gib"])),
+    ]
     if any(row["largest_micro_batch_size"] for row in rows):
-        add("largest micro-batch to fit", lambda row: f"{row['largest_micro_batch_size']:,}")
-
+        largest = line(
+            "largest micro-batch to fit", lambda row: f"{row['largest_micro_batch_size']:,}"
+        )
+        table.append(largest)
     return table
 
 
@@ -98,9 +109,11 @@ def proposal(result: Mapping[str, Any]) -> str:
     differs.
     """
     last = result["training"][-1]
-    same = ("compiled", "rank_batch_size")
-    identity = [last[key] for key in same]
-    rows = [row for row in result["training"] if [row[key] for key in same] == identity]
+    rows = [
+        row
+        for row in result["training"]
+        if (row["compiled"], row["rank_batch_size"]) == (last["compiled"], last["rank_batch_size"])
+    ]
     if len(rows) == 1:
         return ""
 

@@ -107,7 +107,6 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
         size for size in sizes if data.assumed or _has_order(config, data, size * world.size)
     ]
     precision = config.train.precision
-    peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
 
     return Subject(
         config,
@@ -116,7 +115,7 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
         data=data,
         reader=reader_of(config),
         wishes=wishes,
-        peak=peak,
+        peak=find_peak(world.device, precision) or measure_peak(world.device, precision),
         sizes=sizes,
         loadable=loadable,
         in_use=device_memory.bytes_in_use(world.device),

@@ -89,9 +89,13 @@ def _write(trial: Trial, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
         snapshot.take(tensors)
         snapshot.wait()
         state = RunState(facts={**trial.facts, "grid_size": grid_size(trial.step.model)})
-        settings = config_io.to_dict(trial.config)
         folder, _ = checkpoints.write_checkpoint(
-            place, snapshot.tensors, asdict(state), settings, trial.world.size, CheckpointConfig()
+            place,
+            snapshot.tensors,
+            asdict(state),
+            config_io.to_dict(trial.config),
+            trial.world.size,
+            CheckpointConfig(),
         )
     finally:
         snapshot.close()

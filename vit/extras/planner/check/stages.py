@@ -216,8 +216,11 @@ class CheckStages:
             lines = [finding.text for finding in findings if finding.verdict == Verdict.FAIL]
 
         must_part = missing or (late and part.is_joint)
-        apart = f"all ranks (see {part.name})" if must_part else ""
-        return {"failed": bool(lines), "lost": missing, "apart": apart}
+        return {
+            "failed": bool(lines),
+            "lost": missing,
+            "apart": f"all ranks (see {part.name})" if must_part else "",
+        }
 
     def _gather(self, key: str, deadline: float, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Wait for the answers of all ranks, and return those that arrived, by rank."""

@@ -224,8 +224,8 @@ class Trial:
             notes.append(f"not compiled, because torch.compile fails ({why_eager})")
         notes += memory_notes + time_notes
 
-        text = "\n".join([time_line, memory_line, *notes])
-        yield Finding("step", Verdict.NOTE if notes else Verdict.OK, text)
+        verdict = Verdict.NOTE if notes else Verdict.OK
+        yield Finding("step", verdict, "\n".join([time_line, memory_line, *notes]))
 
     def _judge_time(self, answers: dict[int, dict[str, Any]]) -> tuple[str, list[str]]:
         """Return a line on the slowest rank's times, and a note if reading is slower."""

@@ -171,8 +171,7 @@ def _own_weights(source: ReportSource, epoch: int, position: int) -> NDArray[np.
 
     The weight is 2 lambda - 1, or 0 if the partner image has the larger share.
     """
-    order = source.order
-    augment = source.config.augment
+    order, augment = source.order, source.config.augment
     table = np.zeros((order.global_batch_size, table_layout(augment).width), np.float32)
     table[:, LAMBDA] = 1.0  # The weight remains 1 after `augment.mixup_off_epoch`.
     draw_mix(
@@ -203,8 +202,7 @@ def write_table(
     near: None if near duplicates were not searched for. The last three columns are then empty.
     """
     split = source.train_set.split
-    names = source.class_names
-    labels = source.train_labels
+    names, labels = source.class_names, source.train_labels
 
     twin_of: dict[int, int] = {}
     for first, *others in duplicates.groups:
