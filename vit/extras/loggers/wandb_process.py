@@ -63,8 +63,10 @@ def remedy(run_dir: Path, mode: str) -> str:
     """Return advice for the user after a failed upload."""
     # The environment may set WANDB_MODE=offline, which could cause the same failure again.
     variable = "WANDB_MODE=online " if mode == "offline" else ""
-    command = f"{variable}python launch/report.py {shlex.quote(str(run_dir))} --to-wandb"
-    return f"metrics.jsonl has everything; to upload it: {command}"
+    return (
+        f"metrics.jsonl has everything; to upload it: {variable}python launch/report.py"
+        f" {shlex.quote(str(run_dir))} --to-wandb"
+    )
 
 
 def children_of(pid: int) -> list[int]:

@@ -52,6 +52,11 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
 
     train = reader.choose(config, splits, val_split, num_classes=config.model.num_classes)
     plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
-    classes = choose_num_classes(config.model, config.data, train.split, val_split)
-    further_images = tuple(split.num_samples for split in further)
-    return DataSize(classes, val_split.num_samples, order.num_samples, further_images, ""), plan
+    data = DataSize(
+        num_classes=choose_num_classes(config.model, config.data, train.split, val_split),
+        num_val_images=val_split.num_samples,
+        num_images=order.num_samples,
+        further_images=tuple(split.num_samples for split in further),
+        assumed="",
+    )
+    return data, plan

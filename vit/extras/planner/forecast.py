@@ -273,12 +273,10 @@ def largest_micro_batch(
     assumes activations proportional to the micro-batch size.
     """
     rank_batch = plan.global_batch_size // plan.world_size
-    sizes = micro_batch_sizes(config.augment, rank_batch)
-    if config.train.exact_over_ranks:  # Ranks can have different numbers of micro-batches.
-        batch_sizes = micro_batch_sizes(config.augment, plan.global_batch_size)
-        sizes = [size for size in batch_sizes if size <= rank_batch]
-    sizes = [0, *sizes]  # 0 stands for no size that fits
-
+    # With `exact_over_ranks`, ranks can have different numbers of micro-batches.
+    divided = plan.global_batch_size if config.train.exact_over_ranks else rank_batch
+    divisors = micro_batch_sizes(config.augment, divided)
+    sizes = [0] + [size for size in divisors if size <= rank_batch]  # 0 if none fits
     if planned is None:
         planned = step_memory(config, plan, num_classes)
     totals = {plan.micro_batch_size: planned.total}

@@ -29,6 +29,7 @@ from vit.distributed.exact.by_sample import draw_by_sample
 from vit.distributed.exact.tree_sum import held_bytes
 from vit.distributed.process_group import World
 from vit.extras.planner.device_memory import LiveBytes
+from vit.layers.image_model import ImageModel
 from vit.optim.optimizer import create_optimizer
 from vit.start.compiling import checkpoint_activations
 from vit.step import TrainStep
@@ -94,7 +95,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     The step is not compiled. A compiled step needs less memory. Batches have the sizes in `plan`
     and the largest image size of the run.
     """
-    optim, train = config.optim, config.train
+    train = config.train
     rank_batch_size = plan.rank_batch_size
     device = torch.device("cpu")
 
@@ -115,7 +116,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             teacher = Teacher(*teacher_parts, config)
         teacher_bytes = live.now - weight_bytes
 
-        optimizer = create_optimizer(model, optim)
+        optimizer = create_optimizer(model, config.optim)
         optimizer_bytes = live.now - weight_bytes - teacher_bytes
 
         # `Ema` copies the module, which fake tensors do not support, so the averaged weights are
@@ -136,20 +137,10 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         # Two micro-batches are enough, because gradients exist from the second one on.
         largest = ImageFormat.from_config(config.model, config.data, config.schedule).largest
         batch = _batch(largest, min(rank_batch_size, 2 * plan.micro_batch_size), device)
-        augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
-        train_step = TrainStep(
-            model,
-            optimizer,
-            augment,
-            Objective(cross_entropy) if teacher is None else Distilled(cross_entropy, teacher),
-            DataParallel(model, World(0, 1, device)),
-            lr_at=lambda step: optim.lr,
-            micro_batch_size=plan.micro_batch_size,
-            precision=train.precision,
-            clip_grad_norm=optim.clip_grad_norm,
-            # The plan has a single step, so this step also measures the norms.
-            probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
-        )
+        objective = Objective(cross_entropy)
+        if teacher is not None:
+            objective = Distilled(cross_entropy, teacher)
+        train_step = _create_step(config, plan, num_classes, model, optimizer, objective)
 
         bytes_before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
@@ -176,6 +167,32 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         augmentation=augmentation_bytes(
             config.augment, tuple(batch.images.shape[1:]), rank_batch_size
         ),
+    )
+
+
+def _create_step(
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    model: ImageModel,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+) -> TrainStep:
+    """Create the step of a single rank on the CPU, without augmentation."""
+    device = torch.device("cpu")
+    augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
+    return TrainStep(
+        model,
+        optimizer,
+        augment,
+        objective,
+        DataParallel(model, World(0, 1, device)),
+        lr_at=lambda step: config.optim.lr,
+        micro_batch_size=plan.micro_batch_size,
+        precision=config.train.precision,
+        clip_grad_norm=config.optim.clip_grad_norm,
+        # The plan has a single step, so this step also measures the norms.
+        probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
     )
 
 

@@ -284,8 +284,8 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
 
     PANELS[name](axes, history)
     resumed = [line["step"] for line in history.of_kind("start") if line.get("restarts")]
-    for i, step in enumerate(resumed):
-        label = "resumed" if i == 0 else None
+    for n, step in enumerate(resumed):
+        label = None if n else "resumed"  # one entry in the legend
         axes.axvline(step, color=GRAY, linestyle=":", linewidth=1.5, label=label)
 
     for step, size in history.image_sizes():
@@ -456,8 +456,14 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
             if rows:
                 _draw_norms(figure, axes, key=key, layers=rows, edges=edges, values=values)
             else:
-                note = "unknown for this\ntype of attention"
-                axes.text(0.5, 0.5, note, ha="center", color=GRAY, transform=axes.transAxes)
+                axes.text(
+                    0.5,
+                    0.5,
+                    "unknown for this\ntype of attention",
+                    ha="center",
+                    color=GRAY,
+                    transform=axes.transAxes,
+                )
     return picture
 
 

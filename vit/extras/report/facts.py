@@ -115,8 +115,8 @@ def config_facts(
     optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
     rows += [("data", data), ("recipe", f"{length}; {optimizer}")]
     if config.distill.teacher is not None:
-        teacher = f"{shown(config.distill.teacher)}; {config.distill.distill_type} targets"
-        rows.append(("teacher", teacher))
+        targets = f"{config.distill.distill_type} targets"
+        rows.append(("teacher", f"{shown(config.distill.teacher)}; {targets}"))
     return rows
 
 

@@ -194,8 +194,12 @@ def draw_tokens(model: ImageModel, images: Images, picture: Path) -> str:
         cells += [Cell(image, [caption]), Cell(patches, [])]
 
     total = 100 * sum(shares.tolist())
-    heading = f"Features of patches: three components as red, green, blue ({total:.0f} %)"
-    plot_cells(cells, 6, heading, picture)
+    plot_cells(
+        cells,
+        NUM_COLUMNS,
+        heading=f"Features of patches: three components as red, green, blue ({total:.0f} %)",
+        picture=picture,
+    )
     return (
         "The first three principal components of patch features after the last block, as red,"
         " green and blue. Equal colors mean similar features, across all images."
@@ -316,20 +320,22 @@ def plot_heads(
         for layer in range(num_layers):
             y = top + (layer + 0.5) * map_h
             name = "pool" if has_pool and layer == num_layers - 1 else f"block {layer + 1}"
+            # A name is at most as high as its row: an inch has 72 points.
             sheet.text(0.1, y, name, size=min(SMALL_PT, 72 * map_h), va="center")
-            for head in range(num_heads):
-                # A map fills 0.94 of its cell, and the rest of the cell is the gap to the next map.
-                sides = (left + head * map_w, left + (head + 0.94) * map_w)
-                bottom = top + (layer + 0.94) * map_h
-                sheet.imshow(
-                    maps[layer, head].numpy(),
-                    extent=(*sides, bottom, top + layer * map_h),
-                    aspect="auto",
-                    cmap="viridis",
-                    vmin=0,
-                    vmax=1,
-                    interpolation="nearest",
-                )
+
+        for layer, head in np.ndindex(num_layers, num_heads):
+            # A map fills 0.94 of its cell, and the rest of the cell is the gap to the next map.
+            sides = (left + head * map_w, left + (head + 0.94) * map_w)
+            bottom = top + (layer + 0.94) * map_h
+            sheet.imshow(
+                maps[layer, head].numpy(),
+                extent=(*sides, bottom, top + layer * map_h),
+                aspect="auto",
+                cmap="viridis",
+                vmin=0,
+                vmax=1,
+                interpolation="nearest",
+            )
         sheet.set(xlim=(0, WIDTH_IN), ylim=(figure.get_size_inches()[1], 0))
     return picture
 
@@ -383,8 +389,12 @@ def plot_augmented(
     ]
 
     height, width = inputs.shape[2:]
-    heading = f"Training inputs of the model, {width} × {height} pixels"
-    return plot_cells(cells, num_columns, heading, picture)
+    return plot_cells(
+        cells,
+        num_columns,
+        heading=f"Training inputs of the model, {width} × {height} pixels",
+        picture=picture,
+    )
 
 
 def plot_attention(

@@ -245,8 +245,8 @@ def _config_values(source: ReportSource, history: History) -> dict[str, Any]:
 
 
 def _script_hash() -> str:
-    template = TEMPLATE.read_text(encoding="utf-8")
-    script = template.partition("<script>")[2].partition("</script>")[0]
+    """Return the hash by which the page's security policy recognizes its script."""
+    script = TEMPLATE.read_text("utf-8").partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 

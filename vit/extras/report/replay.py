@@ -347,9 +347,13 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
     )
 
     columns = min(len(cells), 2 * PAIRS_IN_A_LINE)
-    titles = ["stored, with crop", "as trained on"] * (columns // 2)
     return plot_cells(
-        cells, columns, heading=heading, picture=picture, titles=titles, caption_pt=CAPTION_PT
+        cells,
+        columns,
+        heading=heading,
+        picture=picture,
+        titles=["stored, with crop", "as trained on"] * (columns // 2),
+        caption_pt=CAPTION_PT,
     )
 
 

@@ -207,9 +207,11 @@ def judge_collectives(rates: dict[int, dict[str, float]], world: World) -> Itera
     for name in rates[0]:
         slowest = min(rank_rates[name] for rank_rates in rates.values())
         texts.append(f"{name} {rate_text(slowest)}")
-    size_mib = REDUCED_AT_ONCE >> 20
-    text = f"correct on all {world.size} ranks: {', '.join(texts)} ({size_mib} MiB)"
-    yield Finding("collectives", Verdict.OK, text)
+    yield Finding(
+        "collectives",
+        Verdict.OK,
+        f"correct on all {world.size} ranks: {', '.join(texts)} ({REDUCED_AT_ONCE >> 20} MiB)",
+    )
 
 
 def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterator[Finding]:

@@ -40,8 +40,7 @@ def look_at_checkpoint(trial: Trial) -> list[tuple[str, str]]:
         if not is_away:
             checkpoints.read_info(folder, verify=True)
         state = "at its URL, not fetched" if is_away else "whose files are complete"
-        step = checkpoints.state_of(info).step
-        lines = [f"resumes at step {step:,} from {folder.name}, {state}"]
+        lines = [f"resumes at step {checkpoints.state_of(info).step:,} from {folder.name}, {state}"]
 
     if newest is None or newest.info["step"] < trial.data.plan.total_steps:
         lines += check_disk(trial.disk, trial.run_dir, trial.config.checkpoint.keep_last).lines

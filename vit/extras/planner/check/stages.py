@@ -92,8 +92,9 @@ class CheckStages:
                 lacking = [self._apart]
 
             if lacking:
-                text = f"skipped: needs {', '.join(lacking)}"
-                self.findings.append(Finding(part.name, Verdict.SKIPPED, text))
+                self.findings.append(
+                    Finding(part.name, Verdict.SKIPPED, f"skipped: needs {', '.join(lacking)}")
+                )
                 self._failed.add(part.name)
             else:
                 with self.world.asking_store():

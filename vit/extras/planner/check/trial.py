@@ -237,9 +237,9 @@ class Trial:
 
         speed = f"{last_s:.3g} s each ({digits(num_images / last_s)} images/s), " if last_s else ""
         is_compiled = self.config.train.compile and not main["why_eager"]
-        compiled = " with compilation" if is_compiled else ""
+        first = "the first with compilation" if is_compiled else "the first"
         line = (
-            f"steps of {num_images:,} images of {height}x{width} px: {speed}the first{compiled}"
+            f"steps of {num_images:,} images of {height}x{width} px: {speed}{first}"
             f" {first_s:.3g} s; loss {float(main['loss']):.4g}"
         )
 

@@ -53,10 +53,9 @@ def write_samples_page(
     doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
     evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
 
-    has_searched_near = near is not None
-    near = near or NearDoubles([], [])
-    pairs = near.pairs[:num_images]
-    val_pairs = near.also_evaluated[:num_images]
+    found = near or NearDoubles([], [])
+    pairs = found.pairs[:num_images]
+    val_pairs = found.also_evaluated[:num_images]
 
     chosen = [
         *chain(suspicious, never_learnt, forgotten, *doubles, evaluated),
@@ -89,9 +88,9 @@ def write_samples_page(
         forgotten=[fields[sample] for sample in forgotten],
         doubles=[[fields[sample] for sample in same] for same in doubles],
         evaluated=[fields[sample] for sample in evaluated],
-        looked_for_near=has_searched_near,
-        num_near=len(near.pairs),
-        num_near_evaluated=len(near.also_evaluated),
+        looked_for_near=near is not None,
+        num_near=len(found.pairs),
+        num_near_evaluated=len(found.also_evaluated),
         near=[([fields[first], fields[second]], cosine) for first, second, cosine in pairs],
         near_evaluated=[([fields[own], val_fields[n]], cosine) for own, n, cosine in val_pairs],
         why_silent=why_silent,
