@@ -88,6 +88,7 @@ class WandbProcess:
             self._stop(str(error.strerror))
 
     def _launch(self) -> None:
+        """Start the W&B process, whose stdout is read without waiting. Without W&B, log why not."""
         if importlib.util.find_spec("wandb") is None:
             self._log("not installed: metrics.jsonl only (pip install wandb, or log.wandb=off)")
             return

@@ -127,6 +127,7 @@ def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
 
 
 def _plan_of(micro_batch_size: int) -> Plan:
+    """Return the plan of a run of one step with one micro-batch."""
     return Plan(
         world_size=1,
         global_batch_size=micro_batch_size,

@@ -38,17 +38,7 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
         splits = reader.open_splits(at_once)
         further = [open_split(at_once, split, root=root) for root, split in places]
     except ShardError as error:
-        images = config.stream.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
-        plan, _ = make_plan(config, images, num_gpus)
-        classes = config.model.num_classes or 1000
-        trained = parse_name(config.data.train_split).split
-        assumed = tuple(
-            part_size(split, IMAGENET_IMAGES)
-            if parse_name(split).split == trained
-            else IMAGENET_VAL_IMAGES
-            for _, split in places
-        )
-        return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
+        return _assume_imagenet(config, num_gpus, [split for _, split in places], str(error))
 
     train = reader.choose(config, splits, val_split, num_classes=config.model.num_classes)
     plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
@@ -60,3 +50,23 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
         assumed="",
     )
     return data, plan
+
+
+def _assume_imagenet(
+    config: Config, num_gpus: int, further_splits: list[str], reason: str
+) -> tuple[DataSize, Plan]:
+    """Return the sizes of ImageNet-1k's splits, and the plan.
+
+    A further split is a part of the training images, or else has the size of the validation set.
+    """
+    images = config.stream.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
+    plan, _ = make_plan(config, images, num_gpus)
+    classes = config.model.num_classes or 1000
+    trained = parse_name(config.data.train_split).split
+    further_images = tuple(
+        part_size(split, IMAGENET_IMAGES)
+        if parse_name(split).split == trained
+        else IMAGENET_VAL_IMAGES
+        for split in further_splits
+    )
+    return DataSize(classes, IMAGENET_VAL_IMAGES, images, further_images, reason), plan

@@ -91,8 +91,7 @@ def _row_seconds(row: dict[str, Any], gpu: Gpu) -> float:
         model = create_model(row["model"], tuple(row["image_size"]))
     forward, trained = forward_work(model)
     scale = row["flops_per_image"] / (PASSES * forward.flops)  # for another depth or drop path
-    work = training_work(forward, trained)
-    return scale * seconds(work, gpu, row["precision"], row["compiled"])
+    return scale * seconds(training_work(forward, trained), gpu, row["precision"], row["compiled"])
 
 
 @cache

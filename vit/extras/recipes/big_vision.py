@@ -210,6 +210,7 @@ def _map_head(reading: Reading) -> Findings:
 
 
 def _map_start(reading: Reading) -> Findings:
+    """Map the initial weights, and whether the head is not loaded from them."""
     start = reading.args.get("model_init")
     if start is not None:
         yield differs(
@@ -319,6 +320,7 @@ def _map_mixing(reading: Reading) -> Findings:
 
 
 def _map_optimizer(reading: Reading) -> Findings:
+    """Map the learning rate, and `optax_name` with the arguments of this optimizer."""
     yield same("lr", {"optim.lr": reading.args["lr"]})
 
     name = reading.args.get("optax_name", "scale_by_adam")
@@ -362,6 +364,7 @@ def _map_decay(reading: Reading) -> Findings:
 
 
 def _map_schedule(reading: Reading) -> Findings:
+    """Map the schedule, which changes each step and starts at 0."""
     kind = reading.args.get("schedule.decay_type", "stair")
     is_linear = kind == "linear"
     settings = {

@@ -424,6 +424,7 @@ def _map_optimizer(reading: Reading) -> Findings:
 
 
 def _map_schedule(reading: Reading) -> Findings:
+    """Map `--sched` and its arguments, and replace schedules other than a cosine by one."""
     args = reading.args
     settings = {
         "schedule.name": "cosine",

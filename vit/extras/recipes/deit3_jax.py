@@ -113,6 +113,7 @@ def _map_rest(reading: Reading) -> Findings:
 
 
 def _map_model(reading: Reading) -> Findings:
+    """Map the model, whose size has a name only if its depth, width and heads are standard."""
     args = reading.args
     shape = (args["layers"], args["dim"], args["heads"])
     settings: Settings = {
@@ -134,6 +135,7 @@ def _map_policy(reading: Reading) -> Findings:
 
 
 def _map_repeats(reading: Reading) -> Findings:
+    """Map repeated augmentation, in which the copies of an image are in one batch."""
     batch = reading.args["train_batch_size"]
     repeats = reading.args["augment_repeats"]
     if repeats <= 1:

@@ -16,7 +16,7 @@ from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
 from vit.extras.recipes.difference import change_text, compare
 from vit.extras.recipes.effects import KINDS
-from vit.extras.recipes.rates import IMAGENET, distance, in_percent, our_rate
+from vit.extras.recipes.rates import IMAGENET, VISIBLE_GAP, distance, in_percent, our_rate
 from vit.extras.recipes.reference import read_reference
 from vit.extras.recipes.summary import wrapped
 from vit.model import create_model
@@ -149,14 +149,14 @@ def _rates(first: Config, second: Config) -> str:
     (rate, epochs), (other_rate, other_epochs) = rates
     peak = max(first.optim.lr, second.optim.lr)
     apart = distance(rate, lambda time: other_rate(time * other_epochs / epochs), peak, epochs)
-    if apart.largest < 0.005:
+    if apart.largest < VISIBLE_GAP:
         return ""
 
-    share = apart.at_epoch / epochs
     return (
         "learning rates at equal shares of both runs differ by at most"
-        f" {in_percent(apart.largest)} of the larger peak ({in_percent(share)} into the run),"
-        f" {in_percent(apart.mean)} on average"
+        f" {in_percent(apart.largest)} of the larger peak"
+        f" ({in_percent(apart.at_epoch / epochs)} into the run), {in_percent(apart.mean)} on"
+        " average"
     )
 
 

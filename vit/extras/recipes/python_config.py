@@ -112,6 +112,10 @@ class PythonConfig:
     # ---- statements ------------------------------------------------------------------------------
 
     def _run(self, body: list[ast.stmt], scopes: list[dict[str, Any]]) -> None:
+        """Execute statements. Raises Returned at a `return`.
+
+        scopes: the variables by name, from those of the file to those of the innermost function.
+        """
         for statement in body:
             self._count(statement)
             match statement:
@@ -150,6 +154,7 @@ class PythonConfig:
                     )
 
     def _assign(self, target: ast.expr, value: Any, scopes: list[dict[str, Any]]) -> None:
+        """Assign to a variable, or to an item such as `config.lr` or `config["lr"]`."""
         match target:
             case ast.Name():
                 scopes[-1][target.id] = value
@@ -171,6 +176,10 @@ class PythonConfig:
     # ---- values ----------------------------------------------------------------------------------
 
     def _value(self, node: ast.expr, scopes: list[dict[str, Any]]) -> Any:
+        """Evaluate an expression with the method named after its type, such as `_binop`.
+
+        Raises ValueError for a type without a method, and for a value too large for a config.
+        """
         self._count(node)
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
@@ -214,6 +223,7 @@ class PythonConfig:
         return mapping
 
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
+        """Evaluate an operation, unless its result could be too large to compute."""
         left, right = self._value(node.left, scopes), self._value(node.right, scopes)
         is_small_power = isinstance(node.op, ast.Pow) and abs(left) <= 1000 and abs(right) <= 1000
         if is_small_power:
@@ -282,6 +292,8 @@ class PythonConfig:
         return "".join(parts)
 
     def _call(self, node: ast.Call, scopes: list[dict[str, Any]]) -> Any:
+        """Evaluate a call of dict or ConfigDict, of a known import, of a text's `format`, or of a
+        function of the file. The result of another import is unknown."""
         arguments = [self._value(item, scopes) for item in node.args]
         named: dict[str, Any] = {}
         for keyword in node.keywords:
@@ -306,6 +318,7 @@ class PythonConfig:
     def _apply(
         self, function: _Function, arguments: list[Any], named: dict[str, Any], node: ast.AST
     ) -> Any:
+        """Return what a function of the file returns for these arguments. node: the call."""
         if self._depth > 20:
             raise self._error(node, "function calls are nested too deep")
 

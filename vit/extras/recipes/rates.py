@@ -16,6 +16,8 @@ Rate = Callable[[float], float]
 """A function that returns the learning rate at a time in epochs, starting at 0."""
 IMAGENET = 1_281_167
 """The number of training images in ImageNet-1k."""
+VISIBLE_GAP = 0.005
+"""The share of the peak learning rate from which on a difference is reported."""
 
 
 def timm_cosine(
@@ -250,4 +252,4 @@ def map_schedule(
         f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
         f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}")
     )
-    yield differs(names, "" if gap.largest < 0.005 else text, ours)
+    yield differs(names, "" if gap.largest < VISIBLE_GAP else text, ours)

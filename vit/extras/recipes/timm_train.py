@@ -186,6 +186,7 @@ def _map_batch_norm(reading: Reading) -> Findings:
 
 
 def _map_weights(reading: Reading) -> Findings:
+    """Map the initial weights: a file, or with `--pretrained` timm's weights of the model."""
     args = reading.args
     weights = args["pretrained_path"] or args["initial_checkpoint"]
 
@@ -231,6 +232,7 @@ def _map_repeats(reading: Reading) -> Findings:
 
 
 def _map_interpolation(reading: Reading) -> Findings:
+    """Map the interpolation in training, which is also this project's in evaluation."""
     args = reading.args
     is_bilinear = args["no_aug"] and args["train_interpolation"] == "random"  # as in timm
     of_training = train_interpolation(
@@ -254,6 +256,7 @@ def _map_mixup_off_epoch(reading: Reading) -> Findings:
 
 
 def _map_loss(reading: Reading) -> Findings:
+    """Map the loss, which is `--loss` or, in older commands, `--bce-loss`."""
     args = reading.args
     loss = args["loss"] or ("bce" if args["bce_loss"] else "ce")
     threshold = args["bce_target_thresh"]

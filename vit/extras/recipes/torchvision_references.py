@@ -144,6 +144,7 @@ def _map_repeats(reading: Reading) -> Findings:
 
 
 def _map_policy(reading: Reading) -> Findings:
+    """Map `--auto-augment`. Only its value `ra` uses `--ra-magnitude`."""
     policy = reading.args["auto_augment"]
     policies = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
     if policy not in (None, *policies):
@@ -205,6 +206,7 @@ def _map_decay(reading: Reading) -> Findings:
 
 
 def _map_schedule(reading: Reading) -> Findings:
+    """Map `--lr-scheduler`, which torchvision steps once per epoch, and the warm-up."""
     args = reading.args
     settings = {
         "schedule.name": "cosine",

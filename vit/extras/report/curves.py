@@ -211,6 +211,7 @@ def _draw_loss(axes: Axes, history: History) -> None:
 
 
 def _draw_accuracy(axes: Axes, history: History) -> None:
+    """Plot the top-1 accuracy in training and on all sets, with the best result in the title."""
     evals = history.of_kind("eval")
     _draw_three(axes, history, "top1", training="training, augmented", validation="validation")
 

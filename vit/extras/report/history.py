@@ -78,14 +78,14 @@ class History:
         Returns [] if metrics.jsonl has no image sizes.
         """
         sizes = list[tuple[int, str]]()
-        before = 0
+        previous_step = 0
         for line in self.of_kind("train"):
             size = line.get("image_size")
-            if size:
-                text = "x".join(map(str, size)) if isinstance(size, list) else f"{size}"
-                if not sizes or sizes[-1][1] != text:
-                    sizes.append((before, text))
-            before = line["step"]
+            text = "x".join(map(str, size)) if isinstance(size, list) else f"{size}"
+            is_new = not sizes or sizes[-1][1] != text
+            if size and is_new:
+                sizes.append((previous_step, text))
+            previous_step = line["step"]
         return sizes
 
     def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:
@@ -141,6 +141,7 @@ def read_history(path: Path, in_use: bool | None = None) -> History:
 
 
 def _set_outcome(attempt: Attempt, following: Attempt | None, in_use: bool | None) -> None:
+    """Set how `attempt` ended, and how many of its steps the `following` attempt repeated."""
     if following is not None:
         attempt.redone = max(attempt.last_step - following.start["step"], 0)
 

@@ -258,6 +258,7 @@ def _curves(run_dir: Path) -> list[Markup]:
 
 
 def _svg_element(picture: Path) -> Markup:
+    """Return an SVG file as an element of the page, in the colors of the page's theme."""
     document = picture.read_text("utf-8")
     svg = re.sub(
         r"<metadata>.*?</metadata>|<!--.*?-->",
@@ -267,7 +268,7 @@ def _svg_element(picture: Path) -> Markup:
     )
 
     # The panels are part of one page, so their ids must differ.
-    svg = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{picture.stem}_", svg)
+    svg = re.sub(r'(?P<before_id>\bid="|"#|url\(#)', rf"\g<before_id>{picture.stem}_", svg)
 
     # `Markup` prevents escaping. The SVG is safe, because its texts are drawn as outlines.
     return Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))

@@ -223,6 +223,7 @@ def _paint_confusion(source: ReportSource, picture: Path) -> str:
 
 
 def _paint_confused(source: ReportSource, picture: Path) -> str:
+    """Draw examples of the most frequent mistakes, and return the caption."""
     predictions, labels, step = source.predictions
     pairs = most_confused(source.confusion, NUM_CONFUSED_PAIRS)
     if not pairs:

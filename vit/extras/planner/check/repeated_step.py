@@ -78,6 +78,7 @@ def create_step(world: World) -> tuple[TrainStep, Batch]:
 
 
 def _noise(config: Config, rows: int) -> Batch:
+    """Return a batch of noise images with random augmentation, which is equal on all ranks."""
     form = ImageFormat.from_config(config.model, config.data)
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (rows, *form.size, form.channels), generator=random)

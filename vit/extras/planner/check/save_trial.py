@@ -82,6 +82,7 @@ def try_checkpoint(trial: Trial) -> list[tuple[str, str]] | None:
 
 
 def _write(trial: Trial, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a checkpoint of `tensors` to the folder `place` as in training, and return its path."""
     snapshot = Snapshot(tensors, trial.world.device)
     try:
         snapshot.prepare()

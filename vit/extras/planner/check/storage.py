@@ -86,8 +86,11 @@ def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
 
     num_hosts = len(host_counts)
     hosts = "by this host" if num_hosts == 1 else f"by each of {num_hosts} hosts"
-    text = f"{number:,} of the expected size ({num_bytes / 1e9:,.3g} GB), checked {hosts}"
-    yield Finding("shards", Verdict.OK, text)
+    yield Finding(
+        "shards",
+        Verdict.OK,
+        f"{number:,} of the expected size ({num_bytes / 1e9:,.3g} GB), checked {hosts}",
+    )
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -207,11 +207,12 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
         batch_size = min(config.eval.batch_size, len(split))
         batches = EvalBatches(whole, source.image_format, config.eval, batch_size)
         num_workers = num_cores() if len(split) > FEW_IMAGES else 0
-        device = source.device
-        with Loader(batches, 0, len(batches), num_workers=num_workers, device=device) as loader:
+        with Loader(
+            batches, 0, len(batches), num_workers=num_workers, device=source.device
+        ) as loader:
             for number, batch in enumerate(loader):
-                filled = batches.num_filled(number)
-                with autocast(config.train.precision, device):
+                filled = batches.num_filled(number)  # the last batch may have fewer images
+                with autocast(config.train.precision, source.device):
                     source.model(source.normalize(batch.images[:filled]))
                 batch_features = head_inputs.pop().float()
                 if features is None:
