@@ -130,12 +130,14 @@ def main() -> None:
     parser.add_argument("--against", default="HEAD~1", metavar="COMMIT", help="default: HEAD~1")
     parser.add_argument("--images", type=int, default=64, metavar="N", help="default: %(default)s")
     args = parser.parse_args()
+
     rounds = 1 if args.quick else args.rounds
     num_images = 8 if args.quick else args.images
     load = os.getloadavg()[0]
     before = unpack(args.against, args.data)
     versions = {f"before ({before.name})": Version(before), "now": Version(ROOT)}
     base = next(iter(versions))
+
     results: dict[str, Any] = {}
     for policy in POLICIES:
         digests = {version.digest(policy, num_images) for version in versions.values()}
@@ -146,8 +148,10 @@ def main() -> None:
         title = f"{policy}: {'the same bits' if len(digests) == 1 else 'OTHER BITS'}"
         result = take_turns(title, "images/CPU-s", contestants, rounds, [base])
         results[title] = result
+
     for version in versions.values():
         version.close()
+
     report = {
         "machine": machine(args.data, ["torch", "numpy"]),
         "data": f"{num_images} images of {SIZE[0]} px, noise, one of {CORES} core(s).",

@@ -129,17 +129,21 @@ def tables(
     for name, trainings in done.items():
         top1s = [training.figures.top1 for training in trainings]
         accuracy.append([name, *(f"{top1:.2f}" for top1 in top1s), f"{statistics.mean(top1s):.2f}"])
+
     by_seed = [f"{points:+.2f}" for points in gap.by_seed]
     accuracy.append(["ours minus timm, points", *by_seed, str(gap)])
     all_tables = {"Accuracy": accuracy}
+
     whole = [
         [training.figures for training in pair]
         for pair in zip(*(done[name] for name in done), strict=True)
         if not any(training.figures.was_cut for training in pair)
     ]
+
     if not whole:
         print("every pair of trainings was interrupted: no speed figures", file=sys.stderr)
         return all_tables
+
     rates = {name: [num_images / pair[i].cpu_s for pair in whole] for i, name in enumerate(done)}
     speed = as_result("Speed", "images/CPU-s", rates, ["timm"])
     return {**all_tables, "Images per second of processor time": rows_of(speed)}
@@ -155,10 +159,12 @@ def draw(done: Mapping[str, Sequence[Training]], gap: Difference, picture: Path)
                 label = name if number == 0 else None
                 line = np.array(each.figures.curve).T
                 curves.plot(*line, style, color=color, label=label, linewidth=1.4)
+
         curves.set_title("Top-1 after each epoch, %")
         curves.set_xlabel(f"epoch; a line for each of {len(done['ours'])} seeds")
         curves.grid(True)
         curves.legend(loc="lower right")
+
         beside.axvline(0, color=GRAY, linewidth=1)
         beside.plot(gap.by_seed, [0.1] * len(gap.by_seed), ".", color=GRAY)
         beside.plot([gap.low, gap.high], [0, 0], color=BLUE, linewidth=2.5)

@@ -139,11 +139,13 @@ def tables_of(
         )
         per_s = {name: [training.images_per_s for training in runs] for name, runs in of.items()}
         tables[f"{leaves}, images per second"] = rows_of(as_result("", "images/s", per_s, ["DDP"]))
+
     for name in CONTESTANTS:
         peaks = [max(training.peak_mib for training in of[name]) for of in runs_by_ranks.values()]
         hashes = [training.sha256 for of in runs_by_ranks.values() for training in of[name]]
         in_words = ", ".join(f"{peak:.0f}" for peak in peaks)
         ends.append([name, in_words, str(len(set(hashes))), str(len(hashes))])
+
     return {**tables, "Memory, and states at the end": ends}
 
 
@@ -166,11 +168,13 @@ def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Train
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
     last = STEPS - EVERY_STEPS  # The ranks are still alive when this line is written.
     began_s, cpu_began_s, _ = cost_at(FIRST, run_dir, process)
     ended_s, cpu_ended_s, peak_mib = cost_at(last, run_dir, process)
     if process.wait():
         raise SystemExit(f"{run_dir}: the training failed, see above")
+
     num_images = (last - FIRST) * batch
     lines = read_metrics(run_dir / "metrics.jsonl")
     [sha256] = [line["sha256"] for line in lines if line["kind"] == "checkpoint"]
@@ -192,6 +196,7 @@ def cost_at(step: int, run_dir: Path, process: subprocess.Popen) -> tuple[float,
         if process.poll() is not None:
             raise SystemExit(f"{run_dir}: the training ended before step {step}, see above")
         time.sleep(0.02)
+
     now_s = time.perf_counter()
     cpu_s = 0.0
     peak_mib = 0.0

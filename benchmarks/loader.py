@@ -179,18 +179,21 @@ class Benchmark:
         servers = list[Server]()
 
         def start(name: str) -> None:
-            servers.append(server := Server(name, self.data, workers, self.batch_size))
+            server = Server(name, self.data, workers, self.batch_size)
+            servers.append(server)
             print(
                 f"starting with {workers} workers: {len(servers)} of {len(names)}, {name}",
                 file=sys.stderr,
                 flush=True,
             )
+
             server.ask("train", 1)
             try:
                 answer = server.answer()
             except Failed as failure:
                 self.failures[name] = str(failure)
                 return
+
             if not name.startswith("limit"):
                 assert answer["shape"] == [self.batch_size, 3, 224, 224], (
                     f"{name} gives {answer['shape']}"
@@ -217,9 +220,10 @@ class Benchmark:
     def measure(
         self, title: str, task: str, servers: Sequence[Server], num_batches: int
     ) -> list[Result]:
-        """Measure a task by CPU time and by wall time."""
+        """Measure a task by CPU time and by wall time. A contestant that fails is left out."""
         running = [server for server in servers if task in CONTESTANTS[server.name].tasks]
         cpu, wall = ({server.name: list[float]() for server in running} for _ in range(2))
+
         for counts in self.turns(title):
             for server in list(running):
                 try:
@@ -229,9 +233,12 @@ class Benchmark:
                     running.remove(server)
                     del cpu[server.name], wall[server.name]
                     continue
+
                 self.facts[server.name]["MB"] = f"{server.largest_bytes / 1e6:,.0f}"
-                cpu[server.name] += [by_cpu] if counts else []
-                wall[server.name] += [by_clock] if counts else []
+                if counts:  # the first turn warms up
+                    cpu[server.name].append(by_cpu)
+                    wall[server.name].append(by_clock)
+
         bases = [name for name in (V1, FFCV, WHOLE) if name in cpu]
         return [as_result(title, CPU, cpu, bases), as_result(title, WALL, wall, bases)]
 
@@ -250,7 +257,8 @@ class Benchmark:
                         server.ask("train", 2 * self.num_batches)
                     answers = [server.answer() for server in servers[:count]]
                     slowest_s = max(answer["seconds"] for answer in answers)
-                    rates[among] += [answers[0]["images"] / slowest_s] if counts else []
+                    if counts:
+                        rates[among].append(answers[0]["images"] / slowest_s)
         return [as_result(name, WALL, rates, list(rates)[:1])]
 
 
@@ -275,15 +283,18 @@ def rows_of_both(
             "MB",
         ]
     ]
+
     for name, row in cpu["rows"].items():
         by_cpu = [
             shown(row["median"]),
             f"{shown(row['min'])} - {shown(row['max'])}",
             *(f"{ratio:.2f}" for ratio in row["ratios"].values()),
         ]
+
         # The processes of this contestant exit between turns, so their CPU time is not counted.
         if row["min"] <= 0:
             by_cpu = ["not known"] + ["-"] * (len(by_cpu) - 1)
+
         by_clock = wall["rows"][name]
         clock = [
             shown(by_clock["median"]),

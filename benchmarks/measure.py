@@ -76,6 +76,7 @@ def machine(place: Path, packages: Sequence[str]) -> dict[str, Any]:
         (mount for mount in mounts if place.resolve().is_relative_to(mount[0])),
         key=lambda mount: len(mount[0]),
     )
+
     named = {
         "cpu": cpu[1] if cpu else platform.machine(),
         "cores": CORES,
@@ -137,6 +138,7 @@ def create_parser(description: str, name: str) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="little data and one round; figures are meaningless"
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
+
     place = Path(tempfile.gettempdir(), f"vit-benchmark-{name}")
     parser.add_argument(
         "--data", type=Path, default=place, metavar="FOLDER", help="default: %(default)s"
@@ -163,12 +165,14 @@ def keep(
     """
     for title, rows in tables.items():
         show(title, rows)
+
     out = out or default_out(benchmark, report["machine"]["cpu"])
     report = {"date": time.strftime("%Y-%m-%d"), **report}
     report |= {"load": [report["load"], os.getloadavg()[0]]}
     facts = "; ".join(f"{name} {value}" for name, value in report["machine"].items())
     load = "load average before and after: {:.1f}, {:.1f}".format(*report["load"])
     paragraphs = [f"{report['data']} {report['rounds']} rounds. {facts}; {load}."]
+
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     page = as_markdown(f"Benchmark: {benchmark}, {report['date']}", paragraphs, tables)

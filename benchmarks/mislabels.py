@@ -52,17 +52,20 @@ def plant(source: Path, out: Path, rate: float, seed: int) -> NDArray[np.bool_]:
     """
     if not out.exists():
         shutil.copytree(source, out, copy_function=os.link)
+
     index_file = out / "train.index.npy"
     true = np.load(source / "train.index.npy")
     split = open_split(source, "train")
     originals = np.array([split.key(i).partition("_")[0] for i in range(len(split))])
     names, original_of = np.unique(originals, return_inverse=True)
+
     rng = np.random.default_rng(seed)
     chosen = rng.choice(len(names), round(rate * len(names)), replace=False)
     shift = np.zeros(len(names), np.int32)
     shift[chosen] = rng.integers(1, split.num_classes, len(chosen))
     rows = true.copy()
     rows["label"] = (rows["label"] + shift[original_of]) % split.num_classes
+
     index_file.unlink()
     np.save(index_file, rows)
     return rows["label"] != true["label"]
@@ -205,9 +208,11 @@ def main() -> None:
     parser.add_argument("--train-only", action="store_true", help="only train, without cleanlab")
     parser.add_argument("overrides", nargs="*", help="settings such as section.key=value")
     args = parser.parse_intermixed_args()
+
     if args.pairs:
         compare_pairs(args.data, args.work, args.pairs, args.overrides)
         return
+
     results = {}
     for rate in args.rates:
         print(f"{rate:.0%} of the originals", flush=True)
@@ -218,6 +223,7 @@ def main() -> None:
             text = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
             print(f"  {name:45} {text}", flush=True)
         results[f"{rate:g}"] = figures_by_method
+
     (args.work / "results.json").write_text(json.dumps(results, indent=1))
 
 

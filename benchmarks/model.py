@@ -137,11 +137,13 @@ def create_contestants(name: str, fields: dict[str, Any], image_px: int) -> dict
     heads = model.blocks[0].attn.num_heads
     sizes = Sizes(image_px, model.patch_size[0], model.embed_dim, model.depth, heads, hidden)
     contestants = {OURS: Contestant(model, model.blocks)}
+
     for peer, (package, make) in PEERS.items():
         try:
             contestants[peer] = make(sizes)
         except ImportError:
             print(f"{peer} is skipped: pip install {package}")
+
     expected = count_parameters(model)
     for peer, contestant in contestants.items():
         number = count_parameters(contestant.model)
@@ -149,6 +151,7 @@ def create_contestants(name: str, fields: dict[str, Any], image_px: int) -> dict
         for parameter in contestant.model.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
+
     return contestants
 
 
@@ -218,12 +221,14 @@ def measure_cell(
     }
     turns[LIMIT] = partial(gemm_images_per_s, images.device, precision, flops)
     unit = "images/CPU-s" if images.device.type == "cpu" else "images/s"
+
     if mode == "compiled":
         for name, contestant in contestants.items():
             began_s = time.perf_counter()
             images_per_s(contestant.model, images, work, precision, 1)
             waited_s = time.perf_counter() - began_s
             print(f"{work}, {precision}: compiled {name} in {waited_s:.0f} s", file=sys.stderr)
+
     peers = [name for name in contestants if name != OURS]
     return take_turns(f"{work}, {precision}, {mode}", unit, turns, args.rounds, [*peers, LIMIT])
 
@@ -274,16 +279,19 @@ def parse_args() -> argparse.Namespace:
         "--steps", type=int, default=4, metavar="N", help="steps per turn (default: 4)"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+
     for name, choices in (
         ("modes", ("eager", "compiled")),
         ("precisions", ("fp32", "bf16")),
         ("work", ("training", "inference")),
     ):
         parser.add_argument(f"--{name}", nargs="+", default=choices, choices=choices)
+
     args = parser.parse_args()
     if args.quick:
         args.model, args.image_size, args.batch_size = "vit_ti16", 32, 2
         args.steps, args.rounds, args.depth = 1, 1, 2
+
     return args
 
 

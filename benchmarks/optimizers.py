@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3, help="updates per turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns per optimizer")
     args = parser.parse_args()
+
     contestants: dict[str, Callable[[], float]] = {}
     zero = torch.zeros((), device=args.device)
     for name, config in CONFIGS.items():
@@ -75,6 +76,7 @@ def main() -> None:
         if name != "adamw":
             plain = partial(milliseconds, optimizer, None, args.updates)
             contestants[f"{name}, not undone"] = plain
+
     title = f"an update of {args.model} on {args.device}"
     result = take_turns(title, "ms", contestants, args.rounds, ["adamw"])
     show(title, rows_of(result))

@@ -123,16 +123,19 @@ class Bench:
         split = open_split(self.data, "train")
         held_out = originals(self.data, "train") % TUNING_PART == 0
         keys = [split.key(int(i)) for i in np.flatnonzero(held_out)]
+
         self.work.mkdir(parents=True, exist_ok=True)
         exclude = self.work / "held_out.txt"
         exclude.write_text("\n".join(keys) + "\n")
         further = (f"data.exclude={exclude}", "eval.sets={held_out: {split: train}}")
+
         top1s: dict[str, dict[float, float]] = {}
         for name, arm in ARMS.items():
             for lr in arm.lrs:
                 done = self.train(name, lr, TUNING_SEED, *further)
                 right = done.right["model"][held_out]
                 top1s.setdefault(name, {})[lr] = 100 * float(right.mean())
+
         return top1s
 
     def compare(
@@ -143,6 +146,7 @@ class Bench:
         for seed in range(num_seeds):
             for name in ARMS:
                 done[name].append(self.train(name, chosen[ARMS[name].like or name], seed))
+
         groups = originals(self.data, "val")
         gaps = [
             difference(
@@ -152,6 +156,7 @@ class Bench:
             )
             for pair in PAIRS
         ]
+
         return done, gaps
 
 
@@ -161,13 +166,16 @@ def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     bench = Bench(args.data, args.work, args.overrides)
+
     try:
         load_config(CONFIG, bench.settings)
     except ValueError as error:
         parser.error(str(error))
+
     tuned = bench.tune()
     chosen = {name: max(top1s, key=lambda lr: top1s[lr]) for name, top1s in tuned.items()}
     done, gaps = bench.compare(chosen, args.seeds)
+
     report: dict[str, Any] = {
         "machine": machine(args.work, ["torch", "timm"]),
         "data": f"{args.data.name}: {' '.join([*SETTINGS, *args.overrides])} over"
@@ -178,6 +186,7 @@ def main() -> None:
         "trainings": {name: [asdict(t.figures) for t in all_] for name, all_ in done.items()},
         "differences": {pair.name: asdict(gap) for pair, gap in zip(PAIRS, gaps, strict=True)},
     }
+
     out = args.out or default_out("pairs", report["machine"]["cpu"])
     draw(gaps, out.with_suffix(".png"))
     keep(out, "pairs", report, tables(tuned, chosen, done, gaps))
@@ -193,6 +202,7 @@ def tables(
     pairs = [["pair", "points, 95 %", *(f"seed {i}" for i in range(len(gaps[0].by_seed)))]]
     for pair, gap in zip(PAIRS, gaps, strict=True):
         pairs.append([pair.name, str(gap), *(f"{each:+.2f}" for each in gap.by_seed)])
+
     arms = [["arm", "lr", "top-1, mean", "from", "to", "of the average", "CPU-s"]]
     for name, trainings in done.items():
         top1s = [100 * float(each.right["model"].mean()) for each in trainings]
@@ -207,10 +217,12 @@ def tables(
                 f"{statistics.median(seconds):.0f}" if seconds else "cut off",
             ]
         )
+
     most = max(len(top1_by_lr) for top1_by_lr in tuned.values())
     rates = [["rate: top-1 on held-out training originals", *([""] * most)]]
     for name, top1_by_lr in tuned.items():
         rates.append([name, *(f"{lr:g}: {top1:.2f}" for lr, top1 in top1_by_lr.items())])
+
     return {"Differences": pairs, "Arms": arms, "Learning rates": rates}
 
 

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", default=list(VERSIONS), choices=list(VERSIONS))
     parser.add_argument("--image-size", type=int, default=224)
     args = parser.parse_args()
+
     print("| model | program | weights | turned back | logits |")
     print("|---|---|---:|---|---:|")
     for name in args.models:
@@ -50,6 +51,7 @@ def main() -> None:
             for parameter in model.parameters():
                 spread = 0.5 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
                 parameter.normal_(0, spread)
+
         images = torch.randn(2, 3, args.image_size, args.image_size)
         with torch.inference_mode():
             expected = model(images)

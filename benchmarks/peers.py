@@ -399,6 +399,7 @@ def dali(task: Task) -> Batches:
         )
         options = {"device": "cpu", "output_type": types.RGB}
         resize = {"interp_type": types.INTERP_LINEAR, "antialias": True}
+
         if task.train:
             window = fn.decoders.image_random_crop(
                 encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **options
@@ -411,6 +412,7 @@ def dali(task: Task) -> Batches:
                 fn.resize(fn.decoders.image(encoded, **options), resize_shorter=RESIZE, **resize),
                 crop=(SIZE, SIZE),
             )
+
         return images, labels
 
     built = pipeline()
@@ -568,6 +570,7 @@ def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Keep library output from mixing with the answers on stdout.
     running: dict[str, Batches] = {}
+
     for request in sys.stdin:
         kind, num_batches = request.split()
         if kind not in running:
@@ -579,6 +582,7 @@ def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
         for _ in range(int(num_batches)):
             images, labels = next(running[kind])
             num_images += len(labels)
+
         answer = {
             "images": num_images,
             "seconds": time.perf_counter() - began,

@@ -114,15 +114,18 @@ def train(folder: Path, settings: dict[str, object]) -> dict[str, float]:
     if not file.exists():
         words = [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]
         config = ROOT / "configs" / "photos.yaml"
+
         before = os.times()
         run("launch/train.py", "--config", config, f"run.dir={folder}", *words)
         after = os.times()
         cpu_s = after.children_user - before.children_user
         cpu_s += after.children_system - before.children_system
+
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         last = {line["kind"]: line for line in map(json.loads, lines)}["eval"]
         top1 = 100 * last["correct_top1"] / last["num_images"]
         file.write_text(json.dumps({"top1": top1, "cpu_s": cpu_s}))
+
     found: dict[str, float] = json.loads(file.read_text())
     return found
 
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/photos_pair"))
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
+
     work = args.work.absolute()
     world = prepared(WORLD, work / "world", 150, 20)
     own = prepared(OWN, work / "own", 30, 50)
@@ -142,12 +146,14 @@ def main() -> None:
         "fine-tuned by `configs/photos.yaml`": {"init.checkpoint": work / "base"},
         "from scratch": SCRATCH,
     }
+
     print("\n| | top-1 %, mean (range) | CPU seconds |\n|---|---|---|")
     for number, (name, settings) in enumerate(sides.items()):
         found = [
             train(work / f"{number}_{seed}", {**settings, "data.root": own, "train.seed": seed})
             for seed in range(args.seeds)
         ]
+
         rights = [one["top1"] for one in found]
         middle = f"{statistics.mean(rights):.1f} ({min(rights):.1f} to {max(rights):.1f})"
         print(

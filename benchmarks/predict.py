@@ -120,10 +120,12 @@ def measured(
             if turn:  # Skip the warm-up round.
                 per_s[name].append(num_images / (time.perf_counter() - began_s))
                 per_cpu_s[name].append(num_images / (processor_s() - used_s))
+
     pairs = zip(per_cpu_s[LOADER], per_cpu_s[MODEL], strict=True)
     per_cpu_s["both, one after the other"] = [1 / (1 / a + 1 / b) for a, b in pairs]
     slower = zip(per_s[LOADER], per_s[MODEL], strict=True)
     per_s["the slower of both"] = [min(pair) for pair in slower]
+
     return [
         as_result(f"{title}: images/s", "images/s", per_s, ["the slower of both"]),
         as_result(
@@ -147,11 +149,13 @@ def main() -> None:
     place = Path(tempfile.gettempdir(), "vit-benchmark-loader")
     parser.add_argument("--data", type=Path, default=place, metavar="FOLDER")
     args = parser.parse_args()
+
     num_images = 64 if args.quick else args.images
     rounds = 1 if args.quick else args.rounds
     data = make_data(args.data, num_images)
     places = find_inputs([str(data.folder)]).places[:num_images]
     device = torch.device(args.device)
+
     for title, model in MODELS.items():
         trained = create_trained(dict(model), device)
         # Use fewer images for models that are a thousand times slower than the loader.

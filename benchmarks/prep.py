@@ -191,6 +191,7 @@ def decode_some(job: tuple[tuple[list[Path], str], float]) -> tuple[float, float
         ),
         "Pillow": lambda image: Image.open(io.BytesIO(image)).convert("RGB"),
     }
+
     decode = decoders[decoder]
     start = wait_until(begin_at)
     for image in encoded:

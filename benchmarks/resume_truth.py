@@ -74,6 +74,7 @@ class Runs:
             script, variant = self.contestant.script, self.contestant.variant
             ended = live(script, variant, folder, len(lives), last)
             end.write_text(ended)
+
         return folder, end.read_text()
 
 
@@ -85,6 +86,7 @@ def measure(contestant: Contestant, scenarios: list[str], work: Path) -> dict[st
         undisturbed, lives = SCENARIOS[scenario]
         plain, plain_end = runs.run([undisturbed])
         folder, end = runs.run(lives)
+
         ranks = {number: life.ranks for number, life in enumerate(lives, start=1)}
         reference, steps = read_log(plain / "log"), read_log(folder / "log")
         end_step = read_end(folder / "log", len(lives))
@@ -93,6 +95,7 @@ def measure(contestant: Contestant, scenarios: list[str], work: Path) -> dict[st
             "epochs": EPOCHS,
             "num_samples": SAMPLES,
         }
+
         row[scenario] = {
             "undisturbed": count(reference, reference, {1: undisturbed.ranks}, **sizes).to_json(),
             "ended": plain_end or end,
@@ -111,14 +114,17 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="default: a temporary folder")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as temporary:
         place = args.work or temporary
         rows = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+
         for name in args.only:
             contestant = CONTESTANTS[name]
             if importlib.util.find_spec(contestant.module) is None:
                 print(f"left out: {name}: pip install {contestant.package}", file=sys.stderr)
                 continue
+
             work = Path(place) / name.replace(" ", "_").replace("/", "_")
             row = measure(contestant, args.scenarios, work)
             version = importlib.metadata.version(contestant.package)
@@ -127,6 +133,7 @@ def main() -> None:
                 before = kept.get(scenario, [])
                 kept[scenario] = [*before, figures]
             rows[name] = {"version": version, "measurements": kept}
+
             if args.work is None:
                 shutil.rmtree(work)
             if args.out:

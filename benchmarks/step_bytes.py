@@ -66,6 +66,7 @@ def count(settings: tuple[str, ...]) -> Count:
         caches = Path(tempfile.gettempdir(), f"vit-step-bytes-{os.getuid()}")
         env = os.environ | build.variables(build.build())
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TORCH_LOGS": "-all"}
+
         result = Path(folder, "count.json")
         line = [
             sys.executable,
@@ -73,6 +74,7 @@ def count(settings: tuple[str, ...]) -> Count:
             str(TESTS / "fake_gpu/counting.py"),
         ]
         line += [str(result), "vit_b16", *settings]
+
         done = subprocess.run(line, env=env, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"error: {' '.join(settings)}:\n{done.stderr}")
@@ -93,6 +95,7 @@ def bound(counts: Count, gpu_name: str) -> tuple[float, float]:
         max(num_flops / peak, num_bytes / bandwidth)
         for *_, num_bytes, num_flops in counts["kernels"]
     )
+
     # Attention's backward pass computes a fifth of its products for the second time.
     useful = sum(
         num_flops * (0.8 if "attention_backward" in name else 1)
@@ -107,25 +110,30 @@ def tables_of(size: str, counts: dict[str, Count]) -> dict[str, list[list[str]]]
     names = list(counts)
     causes = sorted(base["causes"], key=lambda name: -base["causes"][name]["bytes"])
     rows = [["GB", *names]]
+
     for cause in causes:
         gigabytes = [
             each["causes"].get(cause, {"bytes": 0})["bytes"] / 1e9 for each in counts.values()
         ]
         rows.append([cause, *(f"{value:.2f}" for value in gigabytes)])
+
     for label, without in (("together", ()), ("without operands and attention", OPERANDS)):
         totals = [total_bytes(each, without) for each in counts.values()]
         rows.append(
             [label, *(f"{total / 1e9:.1f} ({total / totals[0] - 1:+.1%})" for total in totals)]
         )
+
     rows.append(["launches", *(str(each["launches"]) for each in counts.values())])
     rows.append(
         ["CPU time to queue a step, ms", *(f"{each['host_ms']:.0f}" for each in counts.values())]
     )
     rows.append(["peak memory, GiB", *(f"{each['peak_gib']:.1f}" for each in counts.values())])
+
     bounds = [["at best: ms, MFU", *names]]
     for gpu in GPUS:
         pairs = [bound(each, gpu) for each in counts.values()]
         bounds.append([gpu, *(f"{step_ms:.1f}, {mfu:.0%}" for step_ms, mfu in pairs)])
+
     num_images = SIZES[size][1]
     heading = f"ViT-{size[0].upper()}/{size[1:]}, {num_images} images"
     return {heading: rows, f"{heading}: bound": bounds}

@@ -79,19 +79,24 @@ def main() -> None:
     devices = _find_devices(args.device)
     if args.out is not None:
         check_writable("--out", args.out)
+
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vit-gpu-check-") as folder:
         all_parts = parts(torch.device(args.device), args.small, Path(folder), devices["gpus"])
         chosen = [part for part in all_parts if not args.only or part.name in args.only]
-        if unknown := set(args.only) - {part.name for part in all_parts}:
+
+        unknown = set(args.only) - {part.name for part in all_parts}
+        if unknown:
             raise ValueError(
                 f"--only {' '.join(sorted(unknown))}: expected a selection of"
                 f" {', '.join(part.name for part in all_parts)}"
             )
+
         print(f"{devices['name']}, torch {torch.__version__}", flush=True)
         lines: list[Line] = []
         written = None
         signal.signal(signal.SIGTERM, _interrupt)
+
         for part in chosen:
             left_s = 60 * args.minutes - (time.monotonic() - began_s)
             new_lines: list[Line] = []
@@ -103,14 +108,17 @@ def main() -> None:
                 lines += new_lines
                 if args.out is not None and new_lines:
                     written = _write(args.out, devices["name"], args.device, part.title, new_lines)
+
     if written is not None:
         print(f"written: {written} and a .md file")
+
     num_kept = sum(line.passed is True for line in lines)
     num_broken = sum(line.passed is False for line in lines)
     not_run = [line.what for line in lines if line.text.startswith("not run")]
     took_s = time.monotonic() - began_s
     skipped = f", {len(not_run)} parts were not run ({', '.join(not_run)})" if not_run else ""
     print(f"{num_kept} guarantees hold, {num_broken} do not, in {took_s:.0f} s{skipped}")
+
     if num_broken:
         raise SystemExit(1)
 
@@ -139,9 +147,11 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         help="folder for results (default: benchmarks/results; none with --small or cpu)",
     )
     args = parser.parse_args(arguments)
+
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
-    if args.out is None and args.device == "cuda" and not args.small:
+    is_full = args.device == "cuda" and not args.small
+    if args.out is None and is_full:
         args.out = RESULTS
     return args
 
@@ -255,6 +265,7 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
             f" {augmenting_s / row['step_s']:.0%}{largest}",
             {"result": {**result, "training": [row]}},
         )
+
     if find_device(result["device"]) is not None and not small:
         best = max(row["mfu"] for row in result["training"])
         measured = f"MFU {best:.1%} (at least {FLOOR_MFU:.0%})"

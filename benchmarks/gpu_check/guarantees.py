@@ -114,6 +114,7 @@ def page_locked_slots(device: torch.device) -> Iterator[Line]:
             arrived = [batch.images, batch.labels, batch.weights, batch.table]
             if any(bool((tensor != position).any()) for tensor in arrived):
                 wrong.append(position)
+
     note = notes.getvalue().strip()
     memory_kind = (
         "page-locked" if device.type == "cuda" and not note else note or "in shared memory"
@@ -149,6 +150,7 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
         batch = batches[number % len(batches)]
         expected = reference(batch, number).read().loss
         losses.append(abs(tried(batch.to(device), number).read().loss - expected) / expected)
+
     moved = distance(reference.model, start.model)
     share = distance(reference.model, tried.model) / moved
     yield Line(
@@ -159,12 +161,14 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
         {"weights_share": share, "loss_share": max(losses), "tolerance": WEIGHTS_TOLERANCE},
     )
     yield from _equal_levels(device)
+
     reference.model.eval()
     images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     # Initialize the head. It starts at zero, so all logits would otherwise be nearly equal.
     nn.init.normal_(reference.model.get_parameter("head.weight"), std=0.1)
     tried.model.load_state_dict(reference.model.state_dict())
     tried.model.eval()
+
     for precision, tolerance in LOGITS_TOLERANCE.items():
         with torch.no_grad():
             expected_logits = reference.model(images)
@@ -282,9 +286,11 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     if device.type == "cpu" and sys.platform != "linux":
         yield Line(promise, None, "peak memory of a process is measured only on Linux")
         return
+
     rows = 256 if device.type == "cuda" else 32
     overrides = ("model.image_size=224", f"data.global_batch_size={rows}", "train.compile=false")
     config = recipe(*SMALL, *overrides, f"data.micro_batch_size={rows}")
+
     before = bytes_in_use(device)
     step, batches = make_step(config, device)
     plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
@@ -295,6 +301,7 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     if peak is None:
         yield Line(promise, None, "this system does not report peak memory")
         return
+
     measured = peak - before
     counted = step_memory(config, plan, CLASSES).in_turn
     off = measured / counted - 1

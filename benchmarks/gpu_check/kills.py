@@ -76,9 +76,11 @@ def make_place(folder: Path, *settings: str) -> Place:
             for number in range(count):
                 pixels = generator.integers(80 * label, 80 * label + 80, (80, 96, 3), np.uint8)
                 Image.fromarray(pixels).save(images / f"{number:03d}.jpg")
+
     shards = folder / "shards"
     options = [str(folder / "images"), "--out", str(shards), "--num-shards", "2", "--workers", "1"]
     execute([sys.executable, "-m", "data_prep.imagefolder", *options])
+
     config = folder / "check.yaml"
     config.write_text(CONFIG.replace("SHARDS", str(shards)))
     return Place(config, folder, settings)
@@ -109,6 +111,7 @@ def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> 
     setting = f"train.deterministic={str(deterministic).lower()}"
     whole = place.folder / f"whole_{name}"
     killed = place.folder / f"killed_{name}"
+
     execute(place.command(whole, setting))
     line = place.command(killed, setting)
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -117,12 +120,15 @@ def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> 
             wait_for_step(process, killed, KILL_AT_STEP)
         finally:
             process.kill()
+
     execute(line)
     restarts = max(line.get("restarts", 0) for line in read_metrics(killed / METRICS_FILE))
+
     different = _different_tensors(whole, killed)
     equal = not different and restarts == 1
     outcome = "equal bit for bit" if equal else f"{len(different)} tensors differ"
     rate = statistics.median(line["images_per_s"] for line in train_lines(whole))
+
     yield Line(
         f"kill -9 and resume, {name} train.deterministic",
         equal if promised else None,
@@ -152,6 +158,7 @@ def pauses(place: Place, *overrides: str) -> Iterator[Line]:
         steps = ("train.steps=16", f"{every}.every_steps=5", f"{other}.every_steps=1000")
         execute(place.command(run_dir, *steps, *overrides))
         at_s = {line["step"]: line["elapsed_s"] for line in train_lines(run_dir)}
+
         # A step is logged only after the next step is queued, so a pause also delays the next line.
         plain_s = statistics.median(at_s[step] - at_s[step - 1] for step in (8, 9, 13, 14))
         # The first pause includes memory allocation, so measure the second pause.
@@ -183,6 +190,7 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
         finally:
             if process.poll() is None:
                 process.terminate()  # torchrun then stops its remaining ranks.
+
     shutil.rmtree(run_dir)
     yield Line(
         f"a killed rank ends the {ranks - 1} other(s)",

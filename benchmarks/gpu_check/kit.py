@@ -40,12 +40,14 @@ def main() -> None:
         folder = Path(scratch, "kit")
         download_wheels(folder / "wheels", args.python)
         free_bytes = args.mib * 2**20 - size_of(folder)
+
         images = Path(scratch, "images")
         count = link_images(args.images, images, free_bytes)
         command = [sys.executable, "-m", "data_prep.imagefolder", str(images)]
         shards = folder / "shards"
         run([*command, "--out", str(shards), "--num-shards", "4"], f"no shards of {args.images}")
         (shards / "contact_sheet.png").unlink()  # takes a megabyte and is not needed for training
+
         size_mib = size_of(folder) / 2**20
         folder.rename(args.out)
     print(f"{args.out}: {count:,} images, {size_mib:.1f} MiB with the wheels")

@@ -97,6 +97,7 @@ def compare(what: str, off: Measured, on: Measured) -> Line:
     kept = apart <= LOSS_TOLERANCE
     is_better = faster >= NOTABLE or (smaller >= NOTABLE and faster > -NOTABLE)
     verdict = "turn it on" if kept and is_better else "leave it"
+
     return Line(
         what,
         kept,
@@ -125,6 +126,7 @@ def on_one_device(device: torch.device, *overrides: str, num_steps: int) -> Iter
         except RuntimeError as error:  # the next levers may still work
             yield Line(what, False, f"{type(error).__name__}: {str(error).partition(NEW_LINE)[0]}")
             continue
+
         yield compare(what, *(measured[settings] for settings in both))
 
 
@@ -140,10 +142,14 @@ def _config(*settings: str) -> Config:
 
 def measure(config: Config, device: torch.device, num_steps: int) -> Measured:
     """Train on digits for `num_steps` steps. The speed is measured over the last three quarters of
-    the steps."""
+    the steps, and the loss over their last tenth.
+
+    As in training, each result is read one step late, so that the GPU never waits for the host.
+    """
     torch._dynamo.reset()
     plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
     step = create_step(config, plan, CLASSES, World(0, 1, device))
+
     losses = []
     pending: StepResult | None = None
     for number, batch in enumerate(islice(cycle(digit_batches(config, device)), num_steps)):
@@ -154,14 +160,16 @@ def measure(config: Config, device: torch.device, num_steps: int) -> Measured:
         if pending is not None:
             losses.append(pending.read().loss)
         pending = result
+
     losses.append(result.read().loss)
     took_s = now_s(device) - began_s
     num_images = (num_steps - num_steps // 4) * plan.global_batch_size
     memory = peak_bytes(device) or 0
+
     del step, pending, result
     release_memory(device)
-    last = max(num_steps // 10, 1)
-    return Measured(num_images / took_s, memory / 2**30, statistics.mean(losses[-last:]))
+    last_tenth = losses[-max(num_steps // 10, 1) :]
+    return Measured(num_images / took_s, memory / 2**30, statistics.mean(last_tenth))
 
 
 def digit_batches(config: Config, device: torch.device) -> Sequence[Batch]:
@@ -171,6 +179,7 @@ def digit_batches(config: Config, device: torch.device) -> Sequence[Batch]:
     rows = config.data.global_batch_size
     width = table_layout(config.augment).width
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+
     batches = []
     for ids in order.split(rows):
         if len(ids) < rows:
@@ -226,8 +235,8 @@ def hung_rank(place: Place) -> Iterator[Line]:
     run_dir = place.folder / "hung_rank"
     hang = f"run.hang_timeout_s={HANG_S}"
     line = place.command(run_dir, "train.steps=1000000", "eval.every_steps=1000000", hang, ranks=2)
-    text = subprocess.PIPE
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=text) as process:
+
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         try:
             wait_for_step(process, run_dir, 8)
@@ -239,6 +248,7 @@ def hung_rank(place: Place) -> Iterator[Line]:
         finally:
             if process.poll() is None:
                 process.terminate()
+
     match = re.search(r"; (\S+)<rank> list the last NCCL", message)
     uses_nccl = "train.device=cuda" in place.settings
     exists = match is not None and Path(f"{match[1]}0").is_file()

@@ -136,24 +136,28 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
     rng = np.random.default_rng(number)
     width, height = _size(rng)
     photo = photos[number % len(photos)]
+
     scale = min(photo.width / width, photo.height / height) * rng.uniform(0.35, 1)
     left, top = (
         rng.uniform(0, photo.width - scale * width),
         rng.uniform(0, photo.height - scale * height),
     )
     box = (left, top, left + scale * width, top + scale * height)
+
     pixels = np.asarray(photo.resize((width, height), Image.Resampling.BICUBIC, box), np.float32)
     pixels = ((pixels - 128) * rng.uniform(0.7, 1.3) + 128 + rng.uniform(-25, 25)) * rng.uniform(
         0.85, 1.15, 3
     ).astype(np.float32)
     pixels += rng.standard_normal((height, width, 1), np.float32) * GRAIN * rng.uniform(0.3, 1.7)
     pixels += rng.standard_normal((height, width, 3), np.float32) * GRAIN * rng.uniform(0.1, 0.6)
+
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     encoded = io.BytesIO()
     subsampling = 2 if rng.random() < 0.65 else 0  # 4:2:0 or 4:4:4
     if rng.random() < 0.015:
         image = image.convert("L")
         subsampling = -1
+
     quality = int(rng.choice(QUALITIES[0], p=QUALITIES[1]))
     image.save(
         encoded, "JPEG", quality=quality, subsampling=subsampling, progressive=rng.random() < 0.01
@@ -199,6 +203,7 @@ def describe(data: Data) -> str:
         with Image.open(file) as image:
             pixels.append(image.width * image.height)
         sizes_bytes.append(file.stat().st_size)
+
     mean_kb = np.mean(sizes_bytes) / 1e3
     median_kb = np.median(sizes_bytes) / 1e3
     bits = 8 * np.sum(sizes_bytes) / np.sum(pixels)
@@ -214,16 +219,16 @@ def bytes_rows(data: Data) -> list[list[str]]:
         "jpegs/*/*.JPEG": "JPEGs in class folders",
         "shards/*.tar": "our shards",
         "marked/*.tar": "our shards with restart markers",
-    }
-    forms |= {
         "mds/*": "MosaicML streaming",
         "litdata/*": "litdata",
         "ffcv.beton": "FFCV, encoded again at quality 90",
     }
+
     rows = [["", "kB an image", "ratio to the JPEGs"]]
     num_original = sum(file.stat().st_size for file in data.files)
     for pattern, form in forms.items():
-        if num_bytes := sum(file.stat().st_size for file in data.place.glob(pattern)):
+        num_bytes = sum(file.stat().st_size for file in data.place.glob(pattern))
+        if num_bytes:
             rows.append(
                 [
                     form,

@@ -32,6 +32,7 @@ def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
     width, height = ((500, 375), (375, 500), (500, 333), (640, 480), odd)[
         rng.choice(5, p=(0.55, 0.15, 0.12, 0.06, 0.12))
     ]
+
     photo = photos[number % len(photos)]
     scale = min(photo.width / width, photo.height / height) * rng.uniform(0.4, 1)
     left, top = (
@@ -39,10 +40,12 @@ def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
         rng.uniform(0, photo.height - scale * height),
     )
     box = (left, top, left + scale * width, top + scale * height)
+
     pixels = np.asarray(photo.resize((width, height), Image.Resampling.BICUBIC, box), np.float32)
     pixels = pixels * rng.uniform(0.8, 1.2) + rng.standard_normal(
         (height, width, 1), np.float32
     ) * GRAIN * rng.uniform(0.3, 1.7)
+
     encoded = io.BytesIO()
     quality = int(rng.choice((80, 85, 90, 95)))
     subsampling = int(rng.choice((0, 2)))
@@ -63,6 +66,7 @@ def nested_tar(path: Path, classes: dict[str, dict[str, bytes]]) -> None:
                     member = tarfile.TarInfo(name)
                     member.size = len(data)
                     inner.addfile(member, io.BytesIO(data))
+
             member = tarfile.TarInfo(f"{wnid}.tar")
             member.size = inner_bytes.tell()
             inner_bytes.seek(0)

@@ -188,15 +188,18 @@ def check_known(config: Config) -> None:
         f"{key}: the plain loop has no such setting: keep the default"
         for key in sorted(differences(to_dict(plain), values).keys() - KNOWN)
     ]
+
     needed = {**ONE_WAY, "augment.mix_group_size": config.data.global_batch_size}
     for key, only_value in needed.items():
         section, _, name = key.partition(".")
         if values[section][name] != only_value:
             problems.append(f"{key}={values[section][name]}: the plain loop requires {only_value}")
+
     if config.schedule.warmup_lr is None:
         problems.append("schedule.warmup_lr is missing: timm's schedule requires a value")
     if not float(config.train.epochs or 0.5).is_integer():
         problems.append("train.epochs: the plain loop trains only whole epochs")
+
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -210,11 +213,13 @@ def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
         "mean": config.data.mean,
         "std": config.data.std,
     }
+
     policy = None
     if augment.randaugment_layers:
         policy = (
             f"rand-m{augment.randaugment_magnitude:g}-n{augment.randaugment_layers}-mstd0.5-inc1"
         )
+
     training = create_transform(
         **both,
         is_training=True,
@@ -225,6 +230,7 @@ def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
         auto_augment=policy,
     )
     whole = create_transform(**both, crop_pct=config.eval.crop_pct)
+
     root = Path(config.data.root)
     train_set = TarImages(sorted(root.glob("train-*.tar")), training)
     eval_set = TarImages(sorted(root.glob("val-*.tar")), whole)

@@ -69,6 +69,7 @@ def read_command_line(
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
     args = parser.parse_intermixed_args()
     if args.seeds < 2:
         parser.error(f"--seeds {args.seeds}: expected at least 2, for an interval over seeds")
@@ -95,11 +96,13 @@ def ours(config: Config) -> Outcome:
     run = build_run(config, world)
     if train(run) != "finished":
         raise SystemExit(1)  # A signal stopped the run. The same command resumes it.
+
     evaluator = run.evaluators[-1]
     [results] = evaluator.evaluate(run.models()).values()
     evaluator.close()
     labels = evaluator.split.index["label"]
     right = {name: result.predictions.numpy() == labels for name, result in results.items()}
+
     record = run.folder / "metrics.jsonl"
     lines = [line for line in read_metrics(record) if line["kind"] == "eval"]
     per_epoch = run.plan.steps_per_epoch
@@ -132,6 +135,7 @@ def trained(
         process.join()
         if process.exitcode:
             raise SystemExit(f"{folder} failed: see {folder}.log")
+
     values = json.loads((folder / FOUND_FILE).read_text())
     values["curve"] = [(epoch, top1) for epoch, top1 in values["curve"]]
     with np.load(folder / RIGHT_FILE) as right:
@@ -191,17 +195,20 @@ def difference(
     num_seeds, num_images = table.shape
     _, group = np.unique(groups, return_inverse=True)
     num_groups = int(group.max()) + 1
+
     sums = np.zeros((num_seeds, num_groups))
     for row, values in zip(sums, table, strict=True):
         np.add.at(row, group, values)
     # Scale so that the mean over originals equals the mean over images, because originals may have
     # different numbers of images.
     cells = sums * num_groups / num_images
+
     mean = cells.mean()
     by_seed = cells.mean(1)
     by_group = cells.mean(0)
     rest = cells - by_seed[:, None] - by_group + mean
     free = np.array([num_seeds - 1, num_groups - 1, (num_seeds - 1) * (num_groups - 1)])
+
     squares = np.array(
         [
             num_groups * ((by_seed - mean) ** 2).sum(),
@@ -209,16 +216,19 @@ def difference(
             (rest**2).sum(),
         ]
     )
+
     seeds, originals, left = squares / free
     both = seeds + originals - left
     spread = (np.array([seeds, originals, left]) ** 2 / free).sum()
     parts = [(seeds, free[0]), (originals, free[1])]
     if both > 0:
         parts.append((both, both**2 / spread))
+
     widths = [
         stats.t.ppf(0.975, max(freedom, 1)) * math.sqrt(part / (num_seeds * num_groups))
         for part, freedom in parts
     ]
+
     half = 100 * max(widths)
     points = 100 * float(mean)
     return Difference(points, points - half, points + half, (100 * by_seed).tolist())

@@ -157,6 +157,7 @@ def published_table() -> str:
         for run in published_runs()
         if run["kind"] == kind
     ]
+
     return as_markdown(
         ("training", "GPUs", "precision", "predicted, images/s", "published", "ratio"), *rows
     )
@@ -172,12 +173,14 @@ def training_errors() -> str:
         rates = fit_rates([_as_row(row) for row in others])
         work, _, gpu = _as_row(run)
         alone.append(run["num_gpus"] * predict(work, gpu, rates))
+
     rtx3090 = eager_training()
     rates = fit_rates(rtx3090)
     eager = [predict(work, gpu, rates) for work, _, gpu in rtx3090]
     measured = [rate for _, rate, _ in rtx3090]
     predicted = [run["predicted"] for run in runs]
     published = [run["images_per_s"] for run in runs]
+
     return as_markdown(
         ERROR_HEAD,
         errors(
@@ -199,6 +202,7 @@ def inference_errors() -> str:
         rates = fit_rates(
             [(w, r, find_gpu("RTX-5090")) for _, w, r in read_column(f"rtx5090_{software}")]
         )
+
         others = {"rtx5090": find_gpu("RTX-5090")}
         if software == "compiled":
             others |= {"rtx4090": find_gpu("RTX-4090"), "rtx_pro_6000_maxq": MAX_Q}
@@ -244,6 +248,7 @@ def _train_gib(name: str, image_size: int, batch_size: int) -> float:
             "train": {"steps": 1, "precision": "fp16"},
         }
     )
+
     plan, _ = make_plan(config, batch_size, 1)
     memory = step_memory(config, plan, 1000)
     with torch.device("meta"):

@@ -121,11 +121,13 @@ def count(
         for part in parts
         for number, _ in part.samples
     )
+
     later = [s.step for s in steps if s.life > 1]
     resumed_from = min(later) - 1 if later else (end or 0) if len(ranks) > 1 else 0
     expected = reference[resumed_from:]
     seen = line[resumed_from:]
     pairs = list(zip(expected, seen, strict=False))
+
     return Counts(
         steps=len(line),
         lost=num_samples - len(last_epoch),

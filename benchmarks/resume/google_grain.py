@@ -32,15 +32,18 @@ def main(_: list[str]) -> None:
         num_epochs=EPOCHS,
         seed=SEED,
     )
+
     loader = grain.DataLoader(
         data_source=grain.RangeDataSource(0, SAMPLES, 1),
         sampler=sampler,
         operations=[Augment(), grain.Batch(RANK_BATCH, drop_remainder=True)],
         worker_count=WORKERS,
     )
+
     batches = iter(loader)
     if training.state:
         batches.set_state(training.state["batches"])
+
     for batch in batches:
         training.step(batch)
         if training.save_is_due:

@@ -33,8 +33,10 @@ def main(_: list[str]) -> None:
             multiprocessing_options=grain.MultiprocessingOptions(num_workers=WORKERS),
         )
     )
+
     if training.state:
         batches.set_state(training.state["batches"])
+
     for batch in batches:
         training.step(batch)
         if training.save_is_due:

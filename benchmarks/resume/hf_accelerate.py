@@ -20,21 +20,25 @@ def main() -> None:
     set_seed(SEED)
     stateful = VARIANT == "stateful loader"
     seedable = VARIANT.startswith("seedable sampler")
+
     loading = DataLoaderConfiguration(
         use_seedable_sampler=seedable, use_stateful_dataloader=stateful
     )
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
+
     probe = Probe()
     plain = torch.utils.data.DataLoader(
         Samples(), RANK_BATCH, shuffle=True, num_workers=WORKERS, drop_last=True
     )
     sgd = torch.optim.SGD(probe.parameters(), lr=1e-3, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(probe, sgd, plain)
+
     per_epoch = len(loader)
     done = max((int(path.name[5:]) for path in FOLDER.glob("step_*")), default=0)
     if done:
         accelerator.load_state(str(FOLDER / f"step_{done}"))
     start_epoch, skip = divmod(done, per_epoch)
+
     for epoch in range(start_epoch, EPOCHS):
         model.train()
         if VARIANT == "seedable sampler":
@@ -42,6 +46,7 @@ def main() -> None:
         active = loader
         if epoch == start_epoch and skip and not stateful:
             active = accelerator.skip_first_batches(loader, skip)
+
         for batch in active:
             loss = model(batch["number"], batch["augmentation"])["loss"]
             accelerator.backward(loss)

@@ -28,6 +28,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
+
     trainer = Trainer(Probe(), arguments, train_dataset=Samples())
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(out)) is not None)
 

@@ -35,6 +35,7 @@ def transform(sample: dict[str, int]) -> dict[str, Any]:
 def main() -> None:
     if not CHUNKS.exists():
         litdata.optimize(write, list(range(SAMPLES)), str(CHUNKS), chunk_size=420, num_workers=1)
+
     training = Training()
     samples = litdata.StreamingDataset(
         str(CHUNKS), str(FOLDER / "cache"), shuffle=True, drop_last=True, transform=transform
@@ -42,8 +43,10 @@ def main() -> None:
     loader = litdata.StreamingDataLoader(
         samples, batch_size=RANK_BATCH, num_workers=WORKERS, drop_last=True
     )
+
     if training.state:
         loader.load_state_dict(training.state["loader"])
+
     for _ in range(training.done // STEPS_PER_EPOCH, EPOCHS):
         for batch in loader:
             training.step(batch)

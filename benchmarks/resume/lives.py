@@ -97,6 +97,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], log: Path, number: int) -> str:
         statuses = [rank.poll() for rank in ranks]
         if any(statuses):
             return ""
+
         waiting = [
             (log / f"life_{number}_rank_{rank}.waits").exists() for rank in range(len(ranks))
         ]

@@ -29,14 +29,17 @@ def main() -> None:
         with MDSWriter(out=str(SHARDS), columns={"number": "int"}, size_limit="16kb") as writer:
             for number in range(SAMPLES):
                 writer.write({"number": number})
+
     training = Training()
     clean_stale_shared_memory()  # left by the killed run
     samples = Numbers(local=str(SHARDS), shuffle=True, batch_size=RANK_BATCH)
     loader = StreamingDataLoader(
         samples, batch_size=RANK_BATCH, num_workers=WORKERS, drop_last=True
     )
+
     if training.state:
         loader.load_state_dict(training.state["loader"])
+
     for _ in range(training.done // STEPS_PER_EPOCH, EPOCHS):
         for batch in loader:
             training.step(batch)

@@ -36,6 +36,7 @@ def make_shards() -> Path:
                 folder = SHARED / "images" / split / f"class_{number % 2}"
                 folder.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(pixels).save(folder / f"{number}.png", compress_level=1)
+
         line = [sys.executable, "-m", "data_prep.imagefolder", SHARED / "images", "--out", SHARDS]
         subprocess.run([*map(str, line), "--workers", "1"], check=True)
     return SHARDS

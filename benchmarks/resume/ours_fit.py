@@ -51,6 +51,7 @@ def fit(*more: str) -> None:
         f"model.image_size={SIDE_PX}",
         *("log.wandb=off", "log.report=false", "train.device=cpu", "train.precision=fp32"),
     ]
+
     config = SHARED / "probe.yaml"
     config.write_text("model:\n  name: timm/resume_probe\n")
     vit.fit(vit.load_config(config, settings))

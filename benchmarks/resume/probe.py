@@ -117,6 +117,7 @@ class Training:
         self.probe = Probe()
         self.model = DistributedDataParallel(self.probe) if WORLD > 1 else self.probe
         self.optimizer = torch.optim.SGD(self.probe.parameters(), lr=1e-3, momentum=0.9)
+
         self.state: dict[str, Any] | None = None
         done = sorted(FOLDER.glob("state_*"), key=lambda path: int(path.name.split("_")[1]))
         if done:

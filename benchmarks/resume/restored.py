@@ -198,20 +198,24 @@ def compare(name: str, work: Path) -> dict[str, str]:
     plain, killed, resumed = (work / name / part for part in ("plain", "killed", "resumed"))
     script = Path(__file__).stem
     variant = name.replace("--sched-on-updates", "on updates")
+
     ends = [
         live(script, variant, plain, 1, Life()),
         live(script, variant, killed, 1, Life(kill_at=268)),
     ]
     copy_run(killed, resumed)
     ends.append(live(script, variant, resumed, 2, Life()))
+
     if any(ends):
         return {"ended": " ".join(ends)}
+
     expected, seen = read(plain, 1), read(resumed, 2)
     first = min(seen)
     word = {True: "yes", False: "no"}
     average = [expected[first]["average"], seen[first]["average"]]
     if None in average:
         average = [average_in_last_checkpoint(folder) for folder in (plain, resumed)]
+
     return {
         "first step": str(first),
         "optimizer": word[expected[first]["optimizer"] == seen[first]["optimizer"]],

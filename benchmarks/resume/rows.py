@@ -191,8 +191,10 @@ def _line(name: str, runs: list[dict[str, Any]]) -> str:
     again = "the same" if len(runs) > 1 else "not measured"
     if others:
         again = f"differs: {others[0]['lost']} lost, {others[0]['repeated']} again"
+
     if first["ended"]:
         return f"| {name} | ended: {first['ended'][:120]} | | | | | | | {again} |\n"
+
     of = first["resumed"]
     plain = first["undisturbed"]
     cells = [

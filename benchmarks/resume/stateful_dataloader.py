@@ -39,11 +39,14 @@ def main() -> None:
         seed=probe.SEED,
         drop_last=True,
     )
+
     loader = StatefulDataLoader(
         samples, probe.RANK_BATCH, sampler=sampler, num_workers=probe.WORKERS, drop_last=True
     )
+
     if training.state:
         loader.load_state_dict(training.state["loader"])
+
     for epoch in range(training.done // probe.STEPS_PER_EPOCH, probe.EPOCHS):
         sampler.set_epoch(epoch)
         for batch in loader:

@@ -26,12 +26,14 @@ def main() -> None:
     training = Training()  # provides the model, DDP and SGD, but its state is not used
     random_seed(probe.SEED, RANK)
     start_epoch = 0
+
     files = list(FOLDER.glob("last.pth.tar" if VARIANT == "epochs" else "recovery-*.pth.tar"))
     if files:
         newest = max(files, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)])
         start_epoch = resume_checkpoint(training.probe, str(newest), training.optimizer) or 0
         if VARIANT == "start epoch":
             start_epoch = int(newest.name.split("-")[1])
+
     samples = Samples()
     sampler: DistributedSampler | None = DistributedSampler(samples) if probe.WORLD > 1 else None
     loader = torch.utils.data.DataLoader(
@@ -42,8 +44,10 @@ def main() -> None:
         num_workers=probe.WORKERS,
         drop_last=True,
     )
+
     folders = {"checkpoint_dir": str(FOLDER), "recovery_dir": str(FOLDER)}
     saver = CheckpointSaver(training.probe, training.optimizer, **folders)
+
     for epoch in range(start_epoch, EPOCHS):
         if sampler is not None:
             sampler.set_epoch(epoch)

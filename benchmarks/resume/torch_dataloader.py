@@ -35,6 +35,7 @@ def main() -> None:
     sampler: DistributedSampler = DistributedSampler(
         samples, num_replicas=WORLD, rank=RANK, shuffle=True, seed=SEED, drop_last=True
     )
+
     generator = torch.Generator().manual_seed(SEED)
     loader = DataLoader(
         samples,
@@ -44,6 +45,7 @@ def main() -> None:
         generator=generator,
         drop_last=True,
     )
+
     for epoch in range(training.done // STEPS_PER_EPOCH, EPOCHS):
         sampler.set_epoch(epoch)
         if VARIANT == "seed per epoch":

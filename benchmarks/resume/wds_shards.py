@@ -30,6 +30,7 @@ def main() -> None:
         with webdataset.ShardWriter(f"{SHARDS}/%d.tar", SAMPLES // NUM_SHARDS) as writer:
             for number in range(SAMPLES):
                 writer.write({"__key__": str(number), "number": str(number).encode()})
+
     training = Training()
     urls = f"{SHARDS}/{{0..{NUM_SHARDS - 1}}}.tar"
     for epoch in range(training.done // STEPS_PER_EPOCH, EPOCHS):
@@ -40,9 +41,11 @@ def main() -> None:
             samples = samples.compose(webdataset.detshuffle(1000, seed=SEED + epoch))
         else:
             samples = webdataset.WebDataset(urls, resampled=True, nodesplitter=split).shuffle(1000)
+
         loader = webdataset.WebLoader(
             samples.map(read), batch_size=probe.RANK_BATCH, num_workers=probe.WORKERS
         )
+
         done = training.done - epoch * STEPS_PER_EPOCH
         skip = done if VARIANT == "detshuffle" else 0
         for batch in islice(loader, skip, skip + STEPS_PER_EPOCH - done):

@@ -32,11 +32,13 @@ def main() -> None:
         with ShardWriter(f"{SHARDS}/%d.tar", per_shard) as writer:
             for number in range(SAMPLES):
                 writer.write({"__key__": str(number), "number": str(number).encode()})
+
     training = Training()
     shards = [{"url": f"{SHARDS}/{i}.tar", "nsamples": per_shard} for i in range(NUM_SHARDS)]
     samples = wids.ShardListDataset(shards, transformations=[augment], keep=True)
     sampler = wids.DistributedChunkedSampler(samples, chunksize=1000, shuffle=True, seed=SEED)
     loader = DataLoader(samples, RANK_BATCH, sampler=sampler, num_workers=WORKERS, drop_last=True)
+
     for epoch in range(training.done // STEPS_PER_EPOCH, EPOCHS):
         sampler.set_epoch(epoch)
         skip = training.done - epoch * STEPS_PER_EPOCH
