@@ -61,6 +61,7 @@ def _assume_imagenet(
     """
     images = config.stream.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
     plan, _ = make_plan(config, images, num_gpus)
+
     classes = config.model.num_classes or 1000
     trained = parse_name(config.data.train_split).split
     further_images = tuple(

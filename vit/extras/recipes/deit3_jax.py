@@ -126,6 +126,7 @@ def _map_model(reading: Reading) -> Findings:
             "model.embed_dim": args["dim"],
             "model.num_heads": args["heads"],
         }
+
     yield same("layers dim heads patch_size", settings)
 
 

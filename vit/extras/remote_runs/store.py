@@ -270,8 +270,8 @@ class RunStore(Place):
         checkpoints = complete_checkpoints(self.folder)
         for folder in reversed(checkpoints):
             # checkpoint.json is uploaded last, because it makes the checkpoint complete.
-            files = (path.name for path in folder.iterdir() if not path.name.startswith("."))
-            for file in sorted(files, key=lambda file: (file == INFO_FILE, file)):
+            visible = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+            for file in sorted(visible, key=lambda file: (file == INFO_FILE, file)):
                 name = f"{CHECKPOINTS}/{folder.name}/{file}"
                 if self._is_uploaded(name):
                     continue

@@ -86,6 +86,7 @@ class History:
             if size and is_new:
                 sizes.append((previous_step, text))
             previous_step = line["step"]
+
         return sizes
 
     def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:

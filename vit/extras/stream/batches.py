@@ -219,9 +219,10 @@ class StreamBatches(AugmentedBatches):
 
         Returns the keys of images that cannot be decoded.
         """
-        if self._pid != os.getpid():
+        if self._pid != os.getpid():  # a new worker, which has no samples yet
             self._pid = os.getpid()
             self._samples = self._shuffled(position // self.order.steps_per_epoch)
+
         parts = list(itertools.islice(self._samples, len(rows.labels)))
         samples = Samples(
             ids=np.array([sample.number for sample in parts], np.int64),

@@ -83,6 +83,7 @@ def _log_conditions(subject: Subject, form: ImageFormat) -> None:
     note = precision_note(subject.config.train.precision, subject.world.device)
     if note:
         subject.log(f"note: {note}")
+
     if form.stages:
         subject.log(
             f"note: of {form.sizes_text()} only the last size is measured: to measure another, set"

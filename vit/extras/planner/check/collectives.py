@@ -100,7 +100,8 @@ def _time_correct(
                 f"{name} computes wrong sums: a network card, a cable, a GPU or the library may"
                 " be faulty: exclude this host"
             )
-    return statistics.median(taken_s[1:])
+
+    return statistics.median(taken_s[1:])  # the first call opens the connections
 
 
 # --- pairs ----------------------------------------------------------------------------------------

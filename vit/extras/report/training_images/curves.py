@@ -184,6 +184,7 @@ def _own_weights(source: ReportSource, epoch: int, position: int) -> NDArray[np.
         size=source.train_format.in_epoch(epoch - 1).size,
         epoch=epoch - 1,
     )
+
     return np.maximum(2 * table[:, LAMBDA] - 1, 0)
 
 
