@@ -137,7 +137,7 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
     raises PrepError unless all ten classes exist.
 
     Args:
-        fractions: The fractions of each class for train and val, or for train, val and test, which
+        fractions: The fractions of each class for train and val, or for train, val and test. They
             must sum to 1.
         split_seed: The seed of the split.
     """
@@ -192,7 +192,7 @@ def _note_differences(
         builder.report(f"{name}: {total}: {', '.join(differences)}")
 
     if outside:
-        builder.report(  # _info.json records this text, so rewording changes the output.
+        builder.report(  # _info.json records this text, so rewording it changes the output.
             f"{name}: {len(outside):,} images outside the class folders are left out:"
             f" {few(sorted(outside))}"
         )

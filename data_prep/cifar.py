@@ -4,13 +4,14 @@
 
 SOURCE is cifar-10-binary.tar.gz or cifar-100-binary.tar.gz, or a folder with the archive or its
 .bin files. The 50,000 training images become `train` and the 10,000 test images become `val`. A key
-is the file name and the position in the file, such as data_batch_1-00000. For CIFAR-100, labels are
-the 100 fine classes. --download first fetches the archive into SOURCE and checks its md5.
+consists of the file name and the image's position in the file, such as data_batch_1-00000. For
+CIFAR-100, labels are the 100 fine classes. --download first fetches the archive into SOURCE and
+checks its md5.
 
 Each 32x32 RGB image becomes a JPEG of quality 100 without chroma subsampling. On photos shrunk to
-this size, the JPEG differs from the original by at most 4 of 255 levels (51 dB). Quality 95 differs
-by 19 levels (41 dB), and the usual subsampling gives 37 dB at any quality. Extracted files are read
-in place. Archived files are unpacked temporarily.
+this size, the JPEG differs from the original by at most 4 of 255 levels (51 dB). At quality 95, it
+differs by 19 levels (41 dB). With the usual subsampling, it reaches 37 dB at any quality. Extracted
+files are read in place. Archived files are unpacked temporarily.
 
 The Python version (cifar-10-python.tar.gz) is not supported, because it consists of pickles and
 loading a pickle can run arbitrary code.
@@ -51,7 +52,8 @@ class CifarKind(NamedTuple):
     num_classes: int
     class_names: str
     label_bytes: int
-    """The number of label bytes before each record's pixels. The last one is the label."""
+    """The number of label bytes before each record's pixels. The last of these bytes is the
+    label."""
     files: Mapping[str, tuple[str, int]]
     """The split and the number of records for each file."""
 
@@ -85,7 +87,7 @@ PICKLES = frozenset(
     {"cifar-10-batches-py", "cifar-10-python.tar.gz", "data_batch_1", "batches.meta"}
     | {"cifar-100-python", "cifar-100-python.tar.gz", "meta"}
 )
-"""Names of files and folders of the Python version."""
+"""The names of files and folders in the Python version."""
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -158,7 +160,10 @@ def source(path: Path, classes: int | None = None) -> Source:
 
 
 def _fill(kind: CifarKind, place: Path, builder: Builder) -> None:
-    """Add the records of each file: label bytes, then 1,024 bytes each of red, green and blue."""
+    """Add the records of each file.
+
+    A record consists of label bytes, then 1,024 bytes each of red, green and blue.
+    """
     folder = _unpacked(kind, place, builder)
     class_names = (folder / kind.class_names).read_text(errors="replace").split()
     if not len(class_names) == len(set(class_names)) == kind.num_classes:

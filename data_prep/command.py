@@ -337,8 +337,8 @@ def _summary(plan: WritePlan) -> str:
 def run(command: Command, args: argparse.Namespace, remedy: str) -> int:
     """Run a command and return its exit status, or 2 after a one-line error message.
 
-    remedy: advice on continuing, printed after an interruption. SIGTERM and SIGHUP interrupt
-    the command like Ctrl-C. Incomplete files are removed, and complete shards are kept.
+    remedy: advice on continuing, printed after an interruption. SIGTERM and SIGHUP interrupt the
+    command, as Ctrl-C does. Incomplete files are removed, and complete shards are kept.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -3,14 +3,14 @@
     python -m data_prep.digits --out data/digits [--image-size 48] [--renderings 6]
                                [--val-renderings 5]
 
-scikit-learn contains 1,797 handwritten digits (8x8 gray, UCI optdigits). A fifth of the originals
-of each class becomes val, so no original is in both splits. A person's handwriting may be in both
+scikit-learn contains 1,797 handwritten digits (8x8 gray, UCI optdigits). In each class, a fifth of
+the originals becomes val, so no original is in both splits. A person's handwriting may be in both
 splits, because the data set does not record the writers. Each original is rendered several times. A
 rendering is enlarged smoothly, slightly rotated, scaled and shifted, and drawn in a random color on
-a much darker texture. A ViT of 128 dimensions learns the data set in minutes on a CPU.
+a much darker texture. A ViT with 128 dimensions learns the data set in minutes on a CPU.
 
 Random numbers come from a hash of (seed, original, rendering), so every image is independent of the
-others. Bytes are reproducible only with the same version of Pillow.
+others. The bytes are reproducible only with the same version of Pillow.
 """
 
 import colorsys
@@ -166,7 +166,10 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
 def source(
     image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0
 ) -> Source:
-    """Return a `Source` of digits. (val_)renderings: the number of renderings per original."""
+    """Return a `Source` of digits.
+
+    renderings, val_renderings: the number of renderings per original in train and in val.
+    """
     return Source(
         "digits",
         {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings},
@@ -176,7 +179,7 @@ def source(
 
 
 def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
-    """Add each rendering as a sample, whose bytes are those of its original.
+    """Add each rendering as a sample, whose location is that of the original's bytes.
 
     copies: the number of renderings per original in each split.
     """

@@ -30,7 +30,10 @@ def readable(
 
 
 def require(path: Path, expected: str) -> None:
-    """Raise PrepError if a file or folder does not exist. expected: the files that may be there."""
+    """Raise PrepError if a file or folder does not exist.
+
+    expected: the expected files, as text for the message.
+    """
     if not path.exists():
         problem = (
             f"is a link to {os.readlink(path)}, which does not exist"

@@ -5,21 +5,22 @@
 
 SOURCE has `train/<class>/...` and possibly `val/<class>/...` and `test/<class>/...`, or only
 `<class>/...`. Other usual names of splits (`Training`, `valid`, `test_set`) are recognized too
-(data_prep/read/split_names.py), and outer folders that contain everything are stepped through. The
-command prints which splits and classes it found, and --layout overrides its choice. Without a
-validation folder, `test` becomes `val`. Without both, or with --val-fraction, a fraction of each
-class becomes `val`. Images may be in subfolders of their class. A label is the position of the
-class in the sorted names of train's classes. A key is the path below the split, without extension,
-in safe characters. Lists of labels replace class folders (data_prep/read/label_lists.py), such as
-Tiny-ImageNet's val_annotations.txt, Food-101's train.txt or Hugging Face's metadata.csv. If all
-labels in lists are numbers, they keep their order. A folder of tars, one for each class, is read
-like class folders. With --no-classes, images have no labels. All other files are
-counted and reported (data_prep/read/image_tree.py). The command fails if more images are in
-unsupported formats than --max-unreadable allows.
+(data_prep/read/split_names.py). The command steps through outer folders that contain all others.
+The command prints which splits and classes it found, and --layout overrides its choice. Without a
+validation folder, `test` becomes `val`. Without either folder, or with --val-fraction, a fraction
+of each class becomes `val`. Images may be in subfolders of their class. A label is the position of
+the class in the sorted names of train's classes. A key is the path below the split's folder,
+without its extension and with unsafe characters replaced. Instead of class folders, there may be
+lists of labels (data_prep/read/label_lists.py), such as Tiny-ImageNet's val_annotations.txt,
+Food-101's train.txt or Hugging Face's metadata.csv. If all labels in the lists are numbers, the
+classes keep the order of these numbers. A folder of tars, one for each class, is read like class
+folders. With --no-classes, images have no labels. All other files are counted and reported
+(data_prep/read/image_tree.py). The command fails if more images are in unsupported formats than
+--max-unreadable allows.
 
-Folders are listed one class at a time, so memory depends on the largest class. Links are followed,
-but a link to a parent folder is an error. A zip or tar is read in place and produces the same
-shards as its unpacked folder. A .tar.gz is first decompressed next to the original. --download
+Folders are listed one class at a time, so memory use depends on the largest class. Links are
+followed, but a link to a parent folder is an error. A zip or tar is read in place and produces the
+same shards as its unpacked folder. A .tar.gz is first decompressed next to the original. --download
 fetches the archive into FOLDER and resumes after a lost connection.
 """
 
@@ -66,7 +67,7 @@ def source(
 ) -> Source:
     """Return a `Source` for a folder or archive, with or without class folders.
 
-    Raises PrepError if `path` is missing, is not an archive or contains `out`, and the
+    Raises PrepError if `path` is missing, is not an archive or contains `out`. Also raises the
     errors of `read_layout`. Listing the images raises PrepError for missing or conflicting classes,
     an unclear class order, and too many images in unsupported formats.
 
@@ -244,7 +245,7 @@ def _check_ignored(
     ignored: Ignored, max_unreadable: float, layout: Layout, builder: Builder
 ) -> None:
     """Report skipped files. Raises PrepError if too many skipped files are images."""
-    if layout.unused:  # _info.json records this text, so rewording changes the output.
+    if layout.unused:  # _info.json records this text, so rewording it changes the output.
         builder.report(f"the images in these folders are not used: {few(layout.unused)}")
     for note in layout.listed.notes:
         builder.report(note)
@@ -281,7 +282,7 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
 
     clashes = [same for same in by_name.values() if len(same) > 1]
     if clashes:
-        # Such names look the same, so show their bytes.
+        # The two names look the same, so show their bytes.
         shown = [" and ".join(str(os.fsencode(name)) for name in same) for same in clashes]
         raise PrepError(
             f"{folder}: these folder names are identical after Unicode normalization:"
@@ -342,14 +343,15 @@ def _add_split(
         for name in classes:
             images_of[name] = list(tree.images(name, ignored))
             folder = f"{name}/"
-            # The paths in a list of labels may begin with the class, those in a class folder lack
-            # it.
+            # Paths in a list of labels may begin with the class. Paths in a class folder do not
+            # contain the class.
             images_with_class += [
                 image if is_table and image.startswith(folder) else (folder + image).lstrip("/")
                 for image in images_of[name]
             ]
 
-        # Choose the keys of all these classes together, and deal them out in the same order.
+        # Choose the keys of all these classes together, and return them to the classes in the same
+        # order.
         keys = iter(unique_keys(images_with_class))
         for name, images in images_of.items():
             image_of_key = dict(zip(islice(keys, len(images)), images, strict=True))
@@ -365,7 +367,7 @@ def _add_split(
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:
-    """Return groups of classes whose images could have equal keys: a/b_c.jpg and a_b/c.jpg."""
+    """Return groups of classes whose images could have the same key: a/b_c.jpg and a_b/c.jpg."""
     groups: list[list[str]] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):

@@ -12,8 +12,8 @@ SOURCE is a folder with some of these files, or the files and folders themselves
 The layouts of train and val are detected and printed (data_prep/read/imagenet_search.py). A label
 is the position of the image's WordNet ID (WNID) in the sorted list, as in all published weights.
 For a flat val folder, the WNIDs come from the development kit or LOC_val_solution.csv. Keys are
-image names, so all layouts produce the same shards. The counts must match ImageNet: 1,281,167
-training and 50,000 validation images in 1,000 classes.
+image names, so all layouts produce the same shards. The counts must match those of ImageNet:
+1,281,167 training and 50,000 validation images in 1,000 classes.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def _take(
         match = IMAGE.fullmatch(name)
         if match is None or bool(match["training_wnid"]) != training:
             is_image = name.lower().endswith(IMAGE_EXTENSIONS)
-            if not name.startswith("."):  # macOS adds a metadata file `._x` for x.
+            if not name.startswith("."):  # macOS adds a metadata file `._x` for each x.
                 faults["foreign" if is_image else "ignored"].append(name)
             continue
 
@@ -172,8 +172,8 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
     """Add all images to the catalog. Raises a single PrepError that lists all problems.
 
-    Gaps (images and classes of ImageNet that the source lacks) are problems, unless
-    `allow_partial` is True. Then they are reported.
+    Images and classes of ImageNet that the source lacks are problems, unless `allow_partial` is
+    True. In that case, they are only reported.
     """
     labels = read_all_labels(search.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
@@ -208,7 +208,7 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
         )
 
     if len(class_names) < NUM_CLASSES:
-        gaps.append(  # _info.json records this text, so rewording changes the output.
+        gaps.append(  # _info.json records this text, so rewording it changes the output.
             f"labels are positions among {len(class_names):,} classes: not the labels of published"
             f" weights, which know {NUM_CLASSES:,}"
         )

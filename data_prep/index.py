@@ -7,7 +7,7 @@
 
 Every `<split>-*.tar` or `<anything>-<split>-*.tar` in ROOT (imagenet1k-train-0000.tar) is scanned
 and hashed once. The command writes an `.idx` file and a sidecar next to each tar,
-`<split>.index.npy` for each split, and finally `_info.json`. An existing `_info.json`, the list of
+`<split>.index.npy` for each split, and finally `_info.json`. An existing `_info.json`, which lists
 each split's shards, is compared with the tars and never changed. Tars contain no class names.
 Without --classes, the number of classes is the largest label of any split plus one. Invalid samples
 (an image of 0 bytes, no image or two images, no label) are skipped and listed in the sidecars and
@@ -192,7 +192,7 @@ def _write_split_indexes(
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
-    """Remove temporary row files and the leftovers of killed processes."""
+    """Remove temporary row files, and files that killed processes left behind."""
     for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
         output.remove(name)
     if output.local and is_ours:  # Other programs may be writing to a folder of foreign tars.

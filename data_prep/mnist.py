@@ -3,13 +3,14 @@
     python -m data_prep.mnist SOURCE --out ROOT [--variant mnist|fashion|kmnist] [--download]
 
 SOURCE contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k files, compressed
-(.gz) or not, directly or in torchvision's folders (MNIST/raw/...). The 60,000 images of train
-become `train`, and the 10,000 of t10k become `val`. Keys are positions in the file, such as
-train-00000. --download first fetches the files into SOURCE and checks their md5.
+(.gz) or not, directly or in torchvision's folders (MNIST/raw/...). The 60,000 training images
+become `train`, and the 10,000 images of t10k become `val`. Keys contain the position in the file,
+such as train-00000. --download first fetches the files into SOURCE and checks their md5.
 
 Each 28x28 gray image becomes a gray JPEG of quality 100. On MNIST's t10k, the JPEG differs from the
-original by at most 2 of 255 levels (63 dB). Quality 95 differs by 10 levels (47 dB). Its files are
-a quarter smaller, but tar padding removes this advantage. Uncompressed files are read in place.
+original by at most 2 of 255 levels (63 dB). At quality 95, it differs by 10 levels (47 dB). Such
+JPEGs are a quarter smaller, but tar padding removes this advantage. Uncompressed files are read in
+place.
 """
 
 import argparse
@@ -130,7 +131,8 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
 
 
 def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
-    """Return the files of `variant` in a folder. Some mirrors replace the first dash with a dot."""
+    """Return the files of `variant` in a folder. Some mirrors replace a name's first dash with a
+    dot."""
     files = dict[str, Path]()
     for name in variant.md5:
         dotted = name.replace("-idx", ".idx")
@@ -141,11 +143,11 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> bytes:
-    """Return the uncompressed content of an idx file of bytes with this shape, and its header.
+    """Return the uncompressed content, including the header, of an idx file with this data shape.
 
-    Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: number of dimensions), a four-byte
-    size for each dimension, and the data (http://yann.lecun.com/exdb/mnist). Raises PrepError for a
-    file of another kind, size or shape.
+    The file begins with a big-endian 0x0000TTDD, in which TT is 08 for unsigned bytes and DD is the
+    number of dimensions. A four-byte size for each dimension and the data follow
+    (http://yann.lecun.com/exdb/mnist). Raises PrepError for a file of another kind, size or shape.
     """
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))

@@ -52,7 +52,10 @@ NO_LABEL = (None, -1, "")
 
 
 def find_files(source: Path) -> dict[str, list[Path]]:
-    """Return the parquet files of each split, train first. Raises PrepError."""
+    """Return the parquet files of each split, train first.
+
+    Raises PrepError for missing files and unclear splits.
+    """
     require(source, "parquet files")
     ignored = Ignored()
     paths = [source]
@@ -115,11 +118,12 @@ class FileLabels(NamedTuple):
     counts: Counter[Any]
     """The number of rows with each value of the label column."""
     names: list[str]
-    """The class names recorded for this file, [] if there are none. A number is a position."""
+    """The class names recorded for this file, [] if there are none. A numeric label is a position
+    in this list."""
 
     @property
     def values(self) -> set[Any]:
-        """The values that are labels."""
+        """The values in the label column that are labels."""
         return self.counts.keys() - set(NO_LABEL)
 
     @property
@@ -135,7 +139,7 @@ class FileLabels(NamedTuple):
     def class_of(self, value: Any) -> Any:
         """Return the class of a value: its name, or the number itself if there are no names.
 
-        None if the value is none of the recorded classes.
+        Returns None if the value is not a recorded class.
         """
         if isinstance(value, str):
             return value if not self.names or value in self.names else None
@@ -159,7 +163,7 @@ def read_labels(path: Path, columns: Columns, readmes: Sequence[Path]) -> FileLa
 def choose_columns(
     path: Path, readmes: Sequence[Path], image: str | None, label: str | None
 ) -> Columns:
-    """Choose the columns from a file's schema. Raises PrepError.
+    """Choose the columns from a file's schema. Raises PrepError if the choice is unclear.
 
     Args:
         image: The name of the image column, if the user gave one.
@@ -210,7 +214,7 @@ def _classes(files: Mapping[str, Sequence[FileLabels]]) -> list[Any]:
 
 
 def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any]) -> Iterator[str]:
-    """Yield a line about each problem of the labels in the files of all splits."""
+    """Yield a line about each problem with the labels in the files of all splits."""
     for split, split_files in files.items():
         counts = sum((file.counts for file in split_files), Counter[Any]())
         num_unlabeled = sum(counts[value] for value in NO_LABEL)
@@ -240,7 +244,7 @@ def _problems(files: Mapping[str, Sequence[FileLabels]], classes: Sequence[Any])
 
 
 def _problems_of_file(file: FileLabels, classes: Sequence[Any], first: FileLabels) -> Iterator[str]:
-    """Yield a line about labels that are invalid, and about classes that the first file lacks."""
+    """Yield a line about invalid labels, and a line about classes that the first file lacks."""
     wrong = [
         str(value)
         for value in sorted(file.values, key=str)
@@ -379,7 +383,7 @@ def _add_split(
     labels: Sequence[FileLabels],
     classes: Sequence[Any],
 ) -> None:
-    """Add the images of all files of a split. Keys contain the row number in the split."""
+    """Add the images from all files of a split. Keys contain the row number in the split."""
     label_of = {name: label for label, name in enumerate(classes)}
     first = 0
     for rows, file in zip(spooled, labels, strict=True):

@@ -6,19 +6,20 @@
 ROOT is a folder or its URL (https://, s3://, gs://). The shards are compared with `_info.json`,
 which lists them (data_prep/check/set_checks.py). Worker processes read every shard completely and
 decode every image (data_prep/check/shard_checks.py). The combined results show labels without
-images, repeated keys and equal images. Class names, keys and labels are compared with a hash that
-was computed before any shard was written. Shards at a URL are fetched one at a time into the
+images, repeated keys and identical images. Class names, keys and labels are compared with a hash
+that was computed before any shard was written. Shards at a URL are fetched one at a time into the
 temporary folder. Nothing is written or repaired.
 
 A problem contradicts the records or prevents training, and leads to exit status 1. A note concerns
 a harmless file, or a property of the source, such as the same image under two labels or in both
-splits. Notes fail only with --strict. The exit status is 2 if the check could not run.
+splits. Notes lead to exit status 1 only with --strict. The exit status is 2 if the check could not
+run.
 
 --quick does not read whole shards. It checks sizes, index rows and some images of every shard (at a
 URL with range requests), and finally lists the checks that it skipped.
 
-The main process needs about 30 bytes per image (40 MB for ImageNet-1k). Each worker stores one
-shard's headers.
+The main process needs about 30 bytes per image (40 MB for ImageNet-1k). Each worker holds one
+shard's headers in memory.
 """
 
 import argparse
@@ -84,9 +85,10 @@ class VerifyReport:
 
 
 def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> VerifyReport:
-    """Check the data set at `place`. num_sampled: images in a quick check, or None to check all.
+    """Check the data set at `place`.
 
-    Raises PrepError or ShardError if the data set cannot be checked.
+    num_sampled: the number of images in a quick check, or None to check all. Raises PrepError or
+    ShardError if the data set cannot be checked.
     """
     start_s = time.monotonic()
     with opened_data_set(place) as data:

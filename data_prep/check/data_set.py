@@ -84,7 +84,8 @@ class SplitFiles:
         return sum(counters, Counter[str]())
 
     def labels(self) -> np.ndarray:
-        """Return the labels (n,) int32 of all samples read or, in a quick check, of the index."""
+        """Return the labels, (n,) int32, of all samples that were read, or of the index in a quick
+        check."""
         if self.seen:
             return np.concatenate([rows["label"] for rows in self.seen.values()])
         return np.empty(0, np.int32) if self.index is None else np.asarray(self.index["label"])
@@ -102,7 +103,7 @@ class DataSet(Classes):
     info: dict[str, Any]
     parts: list[SplitFiles]
     num_hashed: int = 0
-    """The number of shards whose sha256 was compared."""
+    """The number of shards whose sha256 was compared with a recorded value."""
     catalog_compared: bool = False
 
     @property

@@ -1,8 +1,8 @@
 """Check a whole data set: its records, and the samples of all shards together.
 
-The folder, sidecars, index files and quarantine are compared with `_info.json`. After all shards
-are read (data_prep/check/shard_checks.py), class names, labels, keys and duplicate images are
-checked across shards.
+The folder, sidecars, index files and `quarantine.jsonl` are compared with `_info.json`. After all
+shards are read (data_prep/check/shard_checks.py), class names, labels, keys and duplicate images
+are checked across shards.
 """
 
 import itertools
@@ -278,7 +278,7 @@ def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:
 
 
 def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
-    """Compare class names, keys and labels with the hash recorded before writing."""
+    """Compare a hash of class names, keys and labels with the hash recorded before writing."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
 
@@ -306,7 +306,7 @@ def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
 
 
 def check_labels(data: DataSet) -> Iterator[ShardFinding]:
-    """Check class names and label range, and that every class has a training image."""
+    """Check the class names, the range of labels, and that every class has a training image."""
     if data.class_names and data.info.get("num_classes") not in (None, len(data.class_names)):
         yield ShardFinding(
             "labels",
@@ -345,7 +345,7 @@ def check_labels(data: DataSet) -> Iterator[ShardFinding]:
 
 
 def images_per_class(data: DataSet, part: SplitFiles) -> np.ndarray:
-    """Count the samples read for each class, or return () if the classes are unknown."""
+    """Count the samples read for each class. Returns an empty array if the classes are unknown."""
     return count_classes(part.labels(), data.recorded_classes or 0)
 
 
@@ -354,13 +354,13 @@ def _incomplete(data: DataSet, part: SplitFiles) -> bool:
     return len(part.labels()) != part.num_samples
 
 
-# ---- equal samples -------------------------------------------------------------------------------
+# ---- repeated samples ----------------------------------------------------------------------------
 
 
 def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
     """Return a sorted array of samples whose value in `column` occurs at least twice.
 
-    Columns of the (n, 5) int64 array: value number, split, shard, row, label.
+    The array is (n, 5) int64, with the columns value number, split, shard, row and label.
     """
     shards: list[tuple[int, int, np.ndarray]] = []
     for split, part in enumerate(parts):
@@ -374,21 +374,21 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
 
     samples = []
     for split, shard, rows in shards:
-        # The position of each value among the repeated ones, if it is one of them.
+        # The position of each value in `repeated`, if the value is repeated.
         number = np.minimum(np.searchsorted(repeated, rows[column]), len(repeated) - 1)
         chosen = np.flatnonzero(repeated[number] == rows[column])
         place = np.broadcast_to([split, shard], (len(chosen), 2))
         samples.append(np.column_stack([number[chosen], place, chosen, rows["label"][chosen]]))
 
     together = np.concatenate(samples)
-    return together[np.lexsort(together.T[::-1])]  # by the first column, then by the next ones
+    return together[np.lexsort(together.T[::-1])]  # by the first column, then by the others
 
 
 def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
     """Report keys that occur twice in a split, and images with identical bytes.
 
-    Identical images are only notes, because published data sets contain some. Images in two splits
-    or under two labels are listed first.
+    Identical images are reported only as notes, because published data sets contain some. Images
+    that occur in two splits or under two labels are listed first.
     """
     for part in data.parts:
         for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
@@ -404,7 +404,7 @@ def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
     if not groups:
         return
 
-    # See the columns of `_repeated`.
+    # `_repeated` describes these columns.
     split_of, label_of = itemgetter(1), itemgetter(4)
     num_splits = [len(set(map(split_of, group))) for group in groups]
     num_labels = [len(set(map(label_of, group))) for group in groups]

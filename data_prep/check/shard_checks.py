@@ -124,7 +124,8 @@ def read_failure(shard: CheckedShard, error: OSError) -> Checked:
 
 
 def capped(findings: Iterable[ShardFinding]) -> Iterator[ShardFinding]:
-    """Yield the first findings, then the number of omitted ones. Notes are counted separately."""
+    """Yield the first findings, then the number of omitted findings, with notes counted
+    separately."""
     count: Counter[bool] = Counter()
     for finding in findings:
         count[finding.fails] += 1
@@ -275,7 +276,7 @@ def compare_rows(
     crc_differs = recorded["crc32c"] != expected["crc32c"]
     wrong["crc32c"] = crc_differs & (is_intact | (recorded["crc32c"] == 0))
 
-    # The index is right about the place of these images, so their bytes have changed.
+    # The index gives the right location of these images, so their bytes have changed.
     altered = np.flatnonzero(crc_differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
     if len(altered):
         keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
@@ -356,9 +357,9 @@ def decode_sample(
 
 
 def check_shard_quickly(shard: CheckedShard) -> Checked:
-    """Fetch and decode some samples through the index, like the loader.
+    """Fetch and decode some samples through the index, as the loader does.
 
-    Each sample is compared with the surrounding tar headers.
+    Each sample's index row is compared with the surrounding tar headers.
     """
     rows = shard.rows
     if rows is None:
@@ -421,7 +422,7 @@ def _check_rows(
 def _sample_around(
     shard: CheckedShard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
-    """Return a row's sample, read from the members between the neighboring images.
+    """Return the sample of an index row, read from the members between the neighboring images.
 
     Raises TarDamaged and InvalidSample.
     """

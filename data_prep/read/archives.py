@@ -102,7 +102,7 @@ def inflate_tar(path: Path) -> Path:
         Meter(f"inflating {path.name}", path.stat().st_size // 1_000_000, "MB") as meter,
     ):
         while True:
-            with readable(path, DAMAGE, "damaged, or cut off"):  # A full disk is not damage.
+            with readable(path, DAMAGE, "damaged, or cut off"):  # not raised for a full disk
                 data = inflated.read(1 << 22)
             if not data:
                 out.flush()
@@ -176,10 +176,10 @@ def _is_file(path: Path, member: TarMember) -> bool:
 def small_members(
     path: Path, needed: Container[str], most_members: int, most_bytes: int, expected: str
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield (bare name, content) for each file of a tar or tar.gz; b"" for files not in `needed`.
+    """Yield (bare name, content) for each file in a tar or tar.gz.
 
-    Raises PrepError for a damaged archive, and for more or larger members than in the `expected`
-    archive, such as "a CIFAR archive".
+    The content is b"" for files not in `needed`. Raises PrepError for a damaged archive, and if the
+    archive has more or larger members than the `expected` one, such as "a CIFAR archive".
     """
     kind = describe_content(_head(path))
     may_be_tar = not kind or kind.startswith("compressed")
@@ -207,10 +207,10 @@ LOCAL_HEADER = struct.Struct("<4s2xHH4xIII2H")
 HAS_DESCRIPTOR = 8
 """The flag of members whose CRC and sizes follow their data."""
 DESCRIPTOR_BYTES = 16
-"""The size of these values in bytes, with a signature."""
+"""The size in bytes of the CRC and the sizes after a member's data, including a signature."""
 MARGIN_BYTES = 320
-"""The number of bytes to read in addition, for extra fields and for what follows the data. One read
-then suffices for most members."""
+"""The number of bytes to read in addition to a member's data, for extra fields and for values after
+the data. One read then suffices for most members."""
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
@@ -218,8 +218,8 @@ def walk_zip(path: Path) -> Iterator[Members]:
 
     The whole directory is loaded, which takes 0.7 kB of memory per member. If no name has a slash,
     backslashes separate folders, because some Windows tools write them. Raises PrepError for a file
-    that is not a zip, is truncated, damaged or split. Encrypted members, links, absolute names and
-    `..` raise PrepError too. `read_zip_member` checks the compression method.
+    that is not a zip, or is truncated, damaged or split. Encrypted members, links, absolute names
+    and `..` raise PrepError too. `read_zip_member` checks the compression method.
     """
     kind = describe_content(_head(path))
     try:

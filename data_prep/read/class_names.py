@@ -2,7 +2,7 @@
 
 The layout (vit/data/shards/members.py) is given by flags or by the folder's existing `_info.json`.
 Flags that contradict `_info.json` are an error, because they would change labels.
-(`vit.weights.class_names` compares the classes of model and data.)
+(`vit.weights.class_names` compares a model's classes with those of a data set.)
 """
 
 from collections import Counter
@@ -31,10 +31,11 @@ NO_FLAGS = IndexFlags()
 def choose_layout(
     flags: IndexFlags, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
 ) -> tuple[SampleLayout, list[str]]:
-    """Return the sample layout and the class names ([] if unknown). Raises PrepError.
+    """Return the sample layout and the class names ([] if unknown).
 
-    Without flags, these are the recorded ones. Flags define all of them anew, except that the
-    recorded class names remain without --classes. What `info` records must not change.
+    Without flags, the recorded layout and class names are returned. Flags replace the entire
+    layout, but the class names are kept unless --classes is given. Raises PrepError if the flags
+    are invalid or contradict `info`.
 
     Args:
         info: The `_info.json` at `place`, or None if there is none.
@@ -65,7 +66,7 @@ def choose_layout(
             f"{place}: _info.json has {had}, which does not match {flags.classes}: to use this"
             " file, move _info.json away"
         )
-    # Only this package records the members of a sample.
+    # Only this package records which members a sample has.
     if "source" in info and chosen.options() != recorded.options():
         options = replace(recorded, class_names=()).options()
         members = ", ".join(f"{name} {value}" for name, value in options.items())
@@ -82,7 +83,7 @@ def _suffix(text: str | None) -> str | None:
 
 
 def read_class_names(path: Path) -> list[str]:
-    """Read class names in label order, one per line. Raises PrepError."""
+    """Read class names in label order, one per line. Raises PrepError if the file is invalid."""
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeError) as error:

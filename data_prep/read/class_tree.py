@@ -32,16 +32,16 @@ TAR = ".tar"
 
 
 class Found(NamedTuple):
-    """What a source contains, as far as it decides the layout."""
+    """The parts of a source that determine its layout."""
 
     folders: Counter[tuple[str, ...]]
-    """The number of images in each folder, which is given by the names on its path."""
+    """The number of images in each folder. A key consists of the names on the folder's path."""
     lists: list[str]
-    """The paths of texts whose names are usual for lists of labels or classes."""
+    """The paths of text files with the usual names of label lists or class lists."""
 
 
 class Tree:
-    """A folder on disk that contains class folders. Other kinds of trees are its subclasses.
+    """A folder on disk that contains class folders. Subclasses represent other kinds of trees.
 
     `str` returns the path for messages.
     """
@@ -49,7 +49,7 @@ class Tree:
     read: Callable[[Sample], bytes] = staticmethod(read_file)
     """The function that reads the bytes of an image. It works in any process."""
     inputs: Sequence[Path] | None = None
-    """The `Source.inputs` of the images."""
+    """The value of `Source.inputs` for these images."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -97,9 +97,10 @@ class Tree:
         return (self.file / path).is_file()
 
     def lines(self, path: str) -> Iterator[str]:
-        """Yield the lines of a text below this folder. Raises PrepError if it cannot be read."""
+        """Yield the lines of a text file below this folder. Raises PrepError if it cannot be
+        read."""
         file = self.file / path
-        # The names of files need not be UTF-8.
+        # File names in the text need not be UTF-8.
         with readable(file), open(file, encoding="utf-8-sig", errors="surrogateescape") as text:
             yield from text
 
@@ -111,10 +112,10 @@ class Tree:
 
 
 class TableTree(Tree):
-    """Images in a folder or archive whose classes are in a list of labels."""
+    """A tree of images whose classes come from a list of labels."""
 
     def __init__(self, images: Tree, by_class: Mapping[str, list[str]]):
-        """by_class: the paths of the images of each class below the tree `images`."""
+        """by_class: maps each class to the paths of its images below the tree `images`."""
         super().__init__(images.file)
         self.read = images.read
         self.inputs = images.inputs
@@ -138,7 +139,7 @@ class TableTree(Tree):
 
 
 class TarFolder(Tree):
-    """A folder with one tar of images per class, as ImageNet-21k is published."""
+    """A folder with one tar of images per class, the form in which ImageNet-21k is published."""
 
     read = staticmethod(read_range)
 
@@ -191,7 +192,7 @@ class ArchiveTree(Tree):
         places: dict[str, tuple[str, int, int]],
         folder: str = "",
     ):
-        """places: maps each path in the archive to its name there, its offset and its size."""
+        """places: maps each path in the archive to the member's name, offset and size."""
         super().__init__(file)
         self.read = read
         self.inputs = [file]
@@ -253,12 +254,12 @@ class ArchiveTree(Tree):
         name, offset, size = self._places[self._inside(path)]
         with readable(self.file, (ValueError,), f"{path} cannot be read"):
             data = self.read(Sample("", 0, name, str(self.file), offset, size))
-        # splitlines() would also split at other characters than a file.
+        # splitlines() would also split at characters that do not end lines in a file.
         yield from io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=None)
 
 
 def subtree(tree: Tree, names: Iterable[str]) -> Tree:
-    """Return the folder below `tree` on whose path the folders `names` are."""
+    """Return the folder that is reached from `tree` through the folders `names`."""
     return reduce(lambda outer, name: outer.below(name), names, tree)
 
 
@@ -284,7 +285,7 @@ def _list_archive(path: Path) -> ArchiveTree:
     return tree
 
 
-# The members of all tars of ImageNet-21k do not fit into memory.
+# The member lists of all tars in ImageNet-21k would not fit into memory.
 _list_tar = lru_cache(maxsize=2)(_list_archive)
 
 

@@ -1,8 +1,8 @@
 """Download complete files, verify them, and resume after an interruption.
 
 Bytes are written to `<name>.part`. If a connection is lost, `vit.data.storage.http` requests the
-rest. The file is renamed only after it has been verified: by its checksum, or, for an archive
-without a checksum, by reading its table of members.
+remaining bytes. The file is renamed only after it has been verified, by its checksum if that is
+known, and otherwise by reading the archive's table of members.
 """
 
 import argparse
@@ -34,12 +34,13 @@ def download(
     """Download `url` (http or https) to `path`, with progress on stderr.
 
     An existing file with the right checksum is reused, and an existing `<path>.part` is resumed.
-    Raises PrepError if the file does not exist, has another checksum or is not accepted, and
+    Raises PrepError if the file does not exist, has the wrong checksum or is not accepted, and
     ShardError if the server is unreachable.
 
     Args:
         checksum: The md5 or sha256 in hex, or "" for no check.
-        accept: A function that raises a PrepError that begins with the path if the file is wrong.
+        accept: A function that raises a PrepError if the file is wrong. The message begins with the
+            path.
     """
     if not on_the_web(url):
         raise PrepError(f"{shown(url)}: expected an address that begins with http:// or https://")
@@ -49,7 +50,7 @@ def download(
     kind = "sha256" if len(checksum) == 64 else "md5"
     with open(part, "a+b") as file:
         try:
-            with suppress(OSError):  # needed on file systems without locks
+            with suppress(OSError):  # some file systems have no locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # Only one process downloads the file.
 
             if path.exists():
@@ -87,7 +88,7 @@ def download(
 def download_archive(url: str, folder: Path, expected: str = "", name: str = "") -> Path:
     """Download a zip or tar into `folder` under `name` or its own name, and return its path.
 
-    Files of other types and incomplete archives are deleted. Raises like `download`.
+    Files of other types and incomplete archives are deleted. Raises the same errors as `download`.
     """
     url = resolve(url)
     if folder.exists() and not folder.is_dir():
@@ -138,9 +139,9 @@ ARCHIVE_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def fetched(args: argparse.Namespace) -> Path:
-    """Return the source path, after downloading it if --download was given.
+    """Return the source path, after downloading the source if --download was given.
 
-    Raises like `download`.
+    Raises the same errors as `download`.
     """
     place: Path = args.source
     if args.download:
@@ -216,8 +217,8 @@ class WebShards(WebFolder):
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file, or None if it is missing. Raises ShardError if not
-        JSON."""
+        """Return the object in a JSON file, or None if it is missing. Raises ShardError if the file
+        is not JSON."""
         try:
             with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")

@@ -2,8 +2,8 @@
 
 Lists of labels (data_prep/read/label_lists.py) take precedence over folders. For splits without a
 list, `read_layout` compares the names of all folders that contain images. It steps through outer
-folders that contain everything. If the folders allow two readings, or if folders with images would
-not be used, the user must choose with --layout.
+folders that contain everything. If the folders can be interpreted in two ways, or if folders with
+images would not be used, the user must choose with --layout.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,13 +25,13 @@ class Layout(NamedTuple):
 
     trees: dict[str, Tree]
     unused: list[str]
-    """The folders whose images are in no tree, with their number of images."""
+    """The folders whose images are not in any tree, each with its number of images."""
     listed: Listed
-    """What lists of labels say about the splits."""
+    """The images of the splits according to lists of labels."""
 
     def describe(self, root: Tree, val_fraction: float) -> str:
-        """Describe the splits, classes and lists in lines. val_fraction: the held-out part of
-        train."""
+        """Describe the splits, classes and lists. val_fraction: the fraction of train to hold
+        out."""
         paths = {split: str(tree)[len(str(root)) + 1 :] for split, tree in self.trees.items()}
         splits = [
             split if path in ("", split) else f"{split} ({path}/)" for split, path in paths.items()
@@ -55,13 +55,13 @@ def read_layout(
 ) -> Layout:
     """Find the splits of a source.
 
-    Raises PrepError if two readings are possible, if folders with images would not be used, if two
-    folders are the same split, or if there are val images without train images. Also raises the
-    errors of `find_lists` and `read_lists`.
+    Raises PrepError if the folders can be interpreted in two ways, if folders with images would not
+    be used, if two folders belong to the same split, or if there are val images without train
+    images. Also raises the errors of `find_lists` and `read_lists`.
 
     Args:
         choice: "splits" or "classes" if the user decided what the folders are.
-        with_classes: Whether the source names the classes of images.
+        with_classes: Whether to look for the classes of the images.
         out_name: The name of the output folder, if it is in `root`.
         label_column: The column of classes in lists of labels.
     """
@@ -106,21 +106,21 @@ def _read_label_lists(
 
 
 def _may_be_list(path: str, outer: Folder) -> bool:
-    """Return whether a text is beside an outer folder or in a folder there.
+    """Return whether a text file is next to an outer folder, or in a folder next to one.
 
-    Texts among the images of a class are no lists.
+    Text files among the images of a class are not lists.
     """
     above = tuple(path.split("/")[:-2])
     return outer[: len(above)] == above
 
 
 def _is_listed(folder: Folder, lists: Sequence[LabelList]) -> bool:
-    """Return whether a folder is the base of a list, or below it."""
+    """Return whether a folder is the base folder of a list, or is below such a folder."""
     return any(is_inside("/".join(folder) + "/", each.base) for each in lists)
 
 
 def _check_apart(root: Tree, train: Tree, lists: Sequence[LabelList]) -> None:
-    """Raise PrepError if lists of other splits name images in the folder of train."""
+    """Raise PrepError if lists of other splits name images in train's folder."""
     folder = str(train)[len(str(root)) + 1 :]
     for each in lists:
         if is_inside(f"{each.base}/", folder) or is_inside(f"{folder}/", each.base):
@@ -160,19 +160,19 @@ def _split_folders(
     root: Tree, folders: set[Folder], choice: str | None, with_classes: bool
 ) -> dict[str, Folder]:
     """Decide which folders are splits. Returns only train if the folders are classes."""
-    # Beside the only folder with images, there may be an empty val.
+    # An empty val folder may be next to the only folder with images.
     splits_anywhere = set(filter(split_of, set[str]().union(*folders)))
     base = _inner_folder(folders, (), () if choice == "classes" else splits_anywhere)
     tree = subtree(root, base)
     names = _names(folders, base)
 
-    # An empty folder of a split is an error, so it counts as well.
+    # An empty folder of a split is an error, so include empty folders.
     splits = splits_of_folders(names.union(tree.folders()))
     folder_of = {split: (*base, name) for name, split in splits.items()}
     in_train = _names(folders, _inner_folder(folders, folder_of.get("train", base)))
 
     others = sorted(names - splits.keys())
-    # A class named `train` beside other classes contains images, but no class folders.
+    # A class named `train` next to other classes contains images, but no class folders.
     train_is_class = others and not choice and (len(in_train) < 2 or not with_classes)
     are_classes = choice == "classes" or train_is_class or "train" not in folder_of
     if are_classes:
@@ -242,10 +242,10 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
 
     inner = [_names(folders, _inner_folder(folders, (*base, name))) for name in names]
     common = set[str].intersection(*inner) if len(inner) > 1 else set[str]()
-    # Subfolders like 2023 and 2024 are hardly classes, unless all names are numbers.
+    # Subfolders such as 2023 and 2024 are probably not classes, unless all names are numbers.
     may_be_classes = _has_letter(common) or not _has_letter(names)
     share_classes = len(common) > 1 and may_be_classes
-    # These have train and another split.
+    # These folders contain train and another split.
     with_splits = [each for each in inner if {"train"} < set(splits_of_folders(each).values())]
     if with_splits or share_classes:
         raise PrepError(

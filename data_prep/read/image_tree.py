@@ -24,7 +24,7 @@ LIST_NAME = re.compile(
     r"|meta)[^/]*)\.(txt|csv|tsv|jsonl)$",
     re.IGNORECASE,
 )
-"""Matches the usual names of lists of labels or classes."""
+"""Matches the usual names of label lists and class lists."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Ignored:
     def summary(self) -> list[str]:
         """Describe the skipped files in lines for the console and the card."""
         lines = [self.images_summary()] if self.images else []
-        if self.stray:  # _info.json records this text, so rewording changes the output.
+        if self.stray:  # _info.json records this text, so rewording it changes the output.
             lines.append(
                 f"{counted(len(self.stray), 'image')} beside the class folders, of no class:"
                 f" {few(self.stray)}; not used"
@@ -144,7 +144,8 @@ def images_below(
 
 
 def unique_keys(paths: Sequence[str]) -> list[str]:
-    """Return each path without its extension. Equal results (a.jpg and a.png) get a hash suffix."""
+    """Return each path without its extension. Identical results (a.jpg, a.png) get a hash
+    suffix."""
     keys = [os.path.splitext(path)[0] for path in paths]
     safe = [safe_key(key) for key in keys]
     times = Counter(safe)

@@ -81,7 +81,7 @@ class ImageNetLayout:
     """A function that returns the WNIDs of the classes, or nothing if only a label file lists
     them."""
     inputs: tuple[Path, ...]
-    """The archives and folders whose modification times reveal a change of the split."""
+    """The archives and folders whose modification times reveal changes to the split."""
     flat: bool = False
     lacking: str = ""
     """A line about missing files, inferred from the names of the existing files, or ""."""
@@ -147,12 +147,12 @@ def nested_tar(path: Path) -> ImageNetLayout:
 
 
 def _inner_tars(path: Path) -> list[TarPlace]:
-    """Return the places of the tars in a tar. Raises PrepError if it contains anything else."""
+    """Return the places of the tars inside a tar. Raises PrepError if it contains anything else."""
     tars = []
     for members in walk_tar(path):
         for name, offset, size in zip(*members, strict=True):
             base = name.rpartition("/")[2]
-            if base.startswith("."):  # macOS writes a file `._x` next to x.
+            if base.startswith("."):  # macOS writes a file `._x` next to each x.
                 continue
 
             wnid, _, extension = base.rpartition(".")
@@ -214,7 +214,7 @@ def place_in_zip(name: str) -> tuple[str, str, str] | None:
 def _zip_images(path: Path, split: str, _: Builder) -> Iterator[ImageNetImages]:
     """Yield the images of a split in a zip, class by class in each batch of members."""
     for members in walk_zip(path):
-        # Maps WNIDs to rows of `members`, and these to file names.
+        # Maps each WNID to its rows in `members`, and each row to a file name.
         rows_of_class = defaultdict[str, dict[int, str]](dict)
         for row, place in enumerate(map(place_in_zip, members.names)):
             if place is not None and place[0] == split:
@@ -246,7 +246,7 @@ def zip_layout(path: Path, split: str, wnids: set[str]) -> ImageNetLayout:
 
 
 def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNetImages]:
-    """Yield the images. Check that labels are positions in the sorted list of WNIDs.
+    """Yield the images, and check that labels are positions in the sorted list of WNIDs.
 
     Some mirrors number the classes differently.
     """

@@ -110,7 +110,7 @@ def _look_into_tar(path: Path, search: Search, named: bool) -> None:
         )
 
     is_tar_of_class = first.endswith(".tar") and WNID.fullmatch(first[:-4])
-    # Task 3 has a tar of 120 dog breeds.
+    # Task 3 has a tar with images of 120 dog breeds.
     if is_tar_of_class and "_t3" not in path.name.lower():
         search.layouts.append(nested_tar(path))
     elif first.startswith(VAL_IMAGE):
@@ -154,7 +154,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
 
 
 def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
-    """Return the split in the class folders, based on the first image or the folder name."""
+    """Return the split that class folders contain, based on the first image or the folder name."""
     first = next(chain.from_iterable(members_of(folder / wnid).names for wnid in wnids), None)
     if first is None:
         return SPLIT_FOLDERS.get(folder.name.lower(), "train")
@@ -162,7 +162,7 @@ def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
 
 
 def _look_into(folder: Path, search: Search, named: bool) -> None:
-    """Identify what a folder contains: class folders, flat images, the unpacked kit, files.
+    """Identify what a folder contains: class folders, flat images, the unpacked kit or files.
 
     Its subfolders with usual names are searched as well. named: whether the user gave its path. If
     so, an empty folder is an error.
@@ -186,7 +186,8 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
     if named and not is_known:
         search.remarks.append(f"{folder} contains {few(sorted(folders + files))}")
 
-    # A folder such as train/ without anything known or archives can only contain classes.
+    # A folder such as train/ that contains neither archives nor anything known can only contain
+    # classes.
     has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
     is_split = folder.name.lower() in SPLIT_FOLDERS and not (is_known or has_archives)
     has_classes = bool(wnids) or is_split
@@ -234,7 +235,7 @@ def find_layouts(paths: Sequence[Path]) -> Search:
 
     search.layouts = []
     for split in ("train", "val"):
-        # The user may have given a folder and a file or subfolder of it.
+        # The user may have given a folder, and also a file or subfolder in it.
         distinct = {
             (layout.title, layout.path): layout for layout in layouts if layout.split == split
         }

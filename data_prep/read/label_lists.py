@@ -1,13 +1,13 @@
-"""Read lists of labels: texts whose rows name an image, and possibly its class and its split.
+"""Read lists of labels: text files whose rows name an image, and possibly its class and split.
 
     images/cat/1.jpg 0        val_0.JPEG<TAB>n03444034<TAB>0        apple_pie/1005649
 
-Blanks, tabs, commas or semicolons separate the columns, and the first row may be a header. Without
-a label, the folder of an image is its class. An image may be named without its suffix. Labels are
-names of classes, or numbers whose names are in a file of classes, or follow from the folders or
-names of the images. CUB-200-2011 has one file for each column. A metadata.csv or metadata.jsonl of
-Hugging Face is a list with a header. Lists are recognized by their first rows, which name images of
-the source.
+Blanks, tabs, commas or semicolons separate the columns, and the first row may be a header. If the
+rows contain no labels, the folder of an image is its class. An image may be named without its
+suffix. Labels are class names or numbers. The class names for numbers come from a file of classes,
+or from the folders or file names of the images. CUB-200-2011 has one file for each column. Hugging
+Face's metadata.csv or metadata.jsonl is a list with a header. Lists are recognized by their first
+rows, which name images in the source.
 """
 
 import csv
@@ -28,19 +28,19 @@ from vit.data.decode.image_files import EXTENSIONS
 from vit.system.spelling import few
 
 HEAD_ROWS = 20
-"""The number of rows that show whether a text is a list of labels."""
+"""The number of rows to read when deciding whether a text file is a list of labels."""
 SPLIT_COLUMNS = ("split", "set", "subset", "dataset", "data set", "data_set")
 _IMAGE = re.compile(
     rf"(?P<file>.+?(?:{'|'.join(map(re.escape, EXTENSIONS))}))(?:\s+(?P<rest>[^\s,;].*))?$",
     re.IGNORECASE,
 )
-"""Matches a path with the suffix of an image, and what follows after a blank."""
+"""Matches a path with an image suffix, and the text that follows after a blank."""
 _NUMBERS = re.compile(r"\d+(\s+-?[\d.]+)*")
-"""Matches the number of a class, and further columns of numbers."""
+"""Matches a class number and any further columns of numbers."""
 _SPLIT_IN_NAME = re.compile(
     rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?=[^a-z]|lists?|labels?|sets?|images?|data|annot)"
 )
-"""Matches the split in names of lists such as `val_list.txt` and `trainLabels.csv`."""
+"""Matches the split in list names such as `val_list.txt` and `trainLabels.csv`."""
 _CLASS_FILE = re.compile(
     r"(.*/)?(class(es|_?names)|categories.*|wnids|synsets|names|labels)\.(txt|csv|tsv)", re.I
 )
@@ -51,27 +51,27 @@ _CLASS_IN_PATH = {
     "the folders": r"(?:.*/)?([^/]+)/[^/]+$",
     "the names of the images": r"(?:.*/)?([^/]*?)[\W_]*\d+\.\w+$",
 }
-"""Patterns for the name of a class in the path of an image, which match at its start."""
+"""Patterns that find the class name in an image's path. They match from the start of the path."""
 
 
 class LabelList(NamedTuple):
-    """A list of labels. Columns are numbers, or None if they are missing."""
+    """A list of labels. Columns are given as numbers, or as None if they are missing."""
 
     path: str
     """The path below the source."""
     split: str
-    """The split that the name of the list means, or ""."""
+    """The split that the list's name states, or ""."""
     base: str
-    """The folder below the source in which the images are."""
+    """The folder below the source that contains the images."""
     has_header: bool
     file_column: int
     label_column: int | None
     split_column: int | None
     split_of_folder: Mapping[str, str]
-    """The splits that folders below `base` mean, if the list is for several splits."""
+    """Maps the names of folders below `base` to splits, if the list covers several splits."""
 
     def rows(self, root: Tree) -> Iterator[tuple[str, str, str]]:
-        """Yield the split, the path and the label of each row, or "" for what is missing."""
+        """Yield the split, the path and the label of each row, with "" for missing values."""
         default = self.split or ("train" if self.split_column is None else "")
         for row in islice(_rows(root, self.path), int(self.has_header), None):
             parts = _parts(_cell(row, self.file_column))
@@ -91,20 +91,20 @@ class Listed(NamedTuple):
 
     trees: dict[str, Tree]
     notes: list[str]
-    """What is not used."""
+    """Notes about images and lists that are not used."""
     class_names: Sequence[str] = ()
-    """The names of the classes in label order, if the labels are numbers."""
+    """The class names in label order, if the labels are numbers."""
     description: str = ""
-    """What the lists were taken for, as a further line."""
+    """A line that describes how the lists were interpreted."""
 
 
 # ---- rows ----------------------------------------------------------------------------------------
 
 
 def _rows(root: Tree, path: str) -> Iterator[list[str]]:
-    """Yield the columns of each row of a text. Rows that begin with # may precede the first row."""
+    """Yield the columns of each row of a text file, after any initial rows that begin with #."""
     folder, name = os.path.split(path)
-    # CUB-200-2011 has three files, whose rows begin with the number of an image.
+    # CUB-200-2011 has three files, whose rows begin with an image number.
     beside = [_joined(folder, file) for file in ("image_class_labels.txt", "train_test_split.txt")]
     if name == "images.txt" and all(map(root.has, beside)):
         labels, is_train = (_by_number(root, each) for each in beside)
@@ -120,8 +120,8 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
         raise PrepError(f"{root.file / path}: a text in UTF-16: save it as UTF-8, or remove it")
     lines = chain(filter(None, [first]), lines)
 
-    # A tab, or else the comma or semicolon that is first. Excel writes semicolons where the comma
-    # is the decimal point.
+    # The delimiter is a tab or, if there is none, the first comma or semicolon. Excel writes
+    # semicolons in languages whose decimal separator is a comma.
     delimiter = "\t" if "\t" in first else min(",;", key=lambda each: f"{first}{each}".index(each))
     match = _IMAGE.match(first)
     # A label after a blank may contain the delimiter.
@@ -141,23 +141,23 @@ def _rows(root: Tree, path: str) -> Iterator[list[str]]:
 
 
 def _by_number(root: Tree, path: str) -> dict[str, str]:
-    """Return what follows the number in each line of a text, by this number."""
+    """Map the number at the start of each line of a text file to the rest of that line."""
     rows = (line.strip().partition(" ") for line in root.lines(path))
     return {number: rest.strip() for number, _, rest in rows}
 
 
 def _split_at_blanks(line: str) -> list[str]:
-    """Split a row into the image and its label, which may both contain blanks."""
+    """Split a row into an image path and its label. Both may contain blanks."""
     line = line.strip()
     match = _IMAGE.match(line)
-    # Without a suffix, the name of an image has no blanks.
+    # An image name without a suffix contains no blanks.
     file, rest = match.groups("") if match else (*line.split(maxsplit=1), "")[:2]
-    # Numbers after a number have other meanings, but the name of a class may have several words.
+    # Numbers after a numeric label have other meanings, but a class name may have several words.
     return [file, *(rest.split() if _NUMBERS.fullmatch(rest) else filter(None, [rest]))]
 
 
 def _parts(path: str) -> list[str]:
-    """Return the names on a path, at least one."""
+    """Return the parts of a path as a list with at least one item."""
     names = (path if "/" in path else path.replace("\\", "/")).split("/")
     return [name for name in names if name not in ("", ".")] or [""]
 
@@ -175,12 +175,12 @@ def _column(rows: Iterable[Sequence[str]], column: int) -> list[str]:
 
 
 def _class_folder(parts: Sequence[str]) -> str:
-    """Return the folder that names the class of an image, or ""."""
+    """Return the folder that names an image's class, or "" if there is none."""
     return "/".join(n for n in parts[:-1] if not (split_of(n) or OF_IMAGES.fullmatch(n)))
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return whether a path below a source is below a folder."""
+    """Return whether a path is below a folder, both given relative to the source."""
     return not folder or path.startswith(f"{folder}/")
 
 
@@ -199,11 +199,11 @@ def find_lists(
     splits = {each.split for each in found_lists}
 
     lists: list[LabelList] = []
-    # Beside lists of the splits, a list of all images is not needed.
+    # If there are lists of the splits, a list of all images is not needed.
     chosen = splits - {""} if "train" in splits else splits
     for split in sorted(chosen, key=["", "train", "val", "test"].index):
         of_split = [each for each in found_lists if each.split == split]
-        if "val" in splits and len(of_split) > 1:  # trainval.txt contains the images of both.
+        if "val" in splits and len(of_split) > 1:  # trainval.txt contains both splits.
             of_split = [each for each in of_split if "trainval" not in each.path]
         if len({re.sub(r"\d*\.\w+$", "", each.path) for each in of_split}) > 1:
             raise PrepError(
@@ -211,7 +211,7 @@ def find_lists(
                 f" {few([each.path for each in of_split])}: move all but one away, or use --layout"
                 " to ignore the lists"
             )
-        # train1.txt, train2.txt, ... are partitions.
+        # train1.txt, train2.txt, ... divide the same images in different ways.
         lists.append(min(of_split, key=lambda each: (len(each.path), each.path)))
 
     reasons = {
@@ -226,16 +226,16 @@ def find_lists(
 
 
 def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
-    """Return a list of labels, or why a list is not used, or "" for a text that is no list.
+    """Return a list of labels, or the reason why it is not used, or "" if the text is not a list.
 
-    The first rows show which column names images of the source, in which folder these are, whether
-    there is a header, and which columns contain the labels and the splits.
+    The first rows show which column names images in the source, which folder contains these images,
+    whether there is a header, and which columns contain the labels and the splits.
     """
     rows = list(islice(_rows(root, path), HEAD_ROWS))
     split = _split_of_list(path)
 
     columns: Sequence[int] = range(max(map(len, rows), default=0))
-    # Prefer columns with suffixes: the number of a class may be the name of an image as well.
+    # Prefer columns with suffixes, because a class number may also be an image name.
     with_suffix = [k for k in columns if all(map(_IMAGE.match, _column(rows[1:] or rows, k)))]
     places = sorted(
         chain(*(_places(root, found, path, split, rows, k) for k in with_suffix or columns))
@@ -255,14 +255,14 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
             os.path.join(str(root), path), rows, file_column, label_column, in_folders
         )
     else:
-        # A table may begin with the numbers of its rows, so prefer the columns after the images.
+        # A table may begin with row numbers, so prefer the columns after the image column.
         others = [k for k in range(len(rows[0])) if k != file_column]
         class_column = min(others, key=lambda k: (k < file_column, k), default=None)
         split_column = None
 
     if not with_suffix and class_column is not None:
         labels = _column(islice(_rows(root, path), int(has_header), None), class_column)
-        if len(set(labels)) == len(labels):  # a list of classes, whose numbers name images as well
+        if len(set(labels)) == len(labels):  # a class list whose numbers also name images
             return ""
 
     split = "" if split_column is not None else split
@@ -284,7 +284,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
 
 
 def _split_of_list(path: str) -> str:
-    """Return the split in the name of a list, or else of its folder, or "" if it is unclear."""
+    """Return the split in a list's name or else in its folder's name, or "" if it is unclear."""
     folder, name = os.path.split(path.lower().replace("trainval", "train"))
     splits = {SPLIT_WORDS[word] for word in _SPLIT_IN_NAME.findall(name)} or {
         split_of(os.path.basename(folder)) or ""
@@ -295,14 +295,14 @@ def _split_of_list(path: str) -> str:
 def _columns_in_header(
     place: str, rows: Sequence[list[str]], file: int, label_column: str | None, in_folders: bool
 ) -> tuple[int | None, int | None]:
-    """Return the columns of labels and of splits in a list whose first row is a header.
+    """Return the label column and the split column of a list whose first row is a header.
 
     Raises PrepError if several columns may contain the labels.
 
     Args:
         place: The path of the list for messages.
         file: The column that names the images.
-        label_column: The name of the column of labels, if the user gave it.
+        label_column: The name of the label column, if the user gave it.
         in_folders: Whether the images' folder names may serve as classes.
     """
     header = rows[0]
@@ -311,7 +311,7 @@ def _columns_in_header(
     of_splits = [k for k in others if header[k].lower() in SPLIT_COLUMNS]
     split_column = next((k for k in of_splits if values[k] <= SPLIT_WORDS.keys()), None)
 
-    # pandas writes the numbers of rows without a name.
+    # pandas writes a column of row numbers, which has no name.
     names = [header[k] for k in others if k != split_column and header[k]]
     usual = [name for name in names if name.lower() in LABEL_NAMES]
     is_in_column = usual or label_column or not in_folders
@@ -329,7 +329,8 @@ def _columns_in_header(
 
 
 def _splits_below(found: Found, base: str) -> dict[str, str]:
-    """Return the splits that folders directly below `base` mean, or {} if none means train."""
+    """Map the folders directly below `base` to their splits. Returns {} if none of them is
+    train."""
     depth = len(base.split("/")) if base else 0
     inside = [folder for folder in found.folders if is_inside("/".join(folder), base)]
     splits = splits_of_folders(folder[depth] for folder in inside if len(folder) > depth)
@@ -337,13 +338,13 @@ def _splits_below(found: Found, base: str) -> dict[str, str]:
 
 
 class _Place(NamedTuple):
-    """A folder with the images that a column of a list names. The best place is the least."""
+    """A folder with images that a column of a list names. The smallest tuple is the best place."""
 
     is_other_split: bool
     is_elsewhere: bool
     """True if the list is not in this folder."""
     num_missing: int
-    """The number of the first rows that name no image in this folder."""
+    """The number of rows, among the first rows, that name no image in this folder."""
     depth: int
     column: int
     base: str
@@ -353,19 +354,19 @@ class _Place(NamedTuple):
 def _places(
     root: Tree, found: Found, path: str, split: str, rows: Sequence[list[str]], column: int
 ) -> Iterator[_Place]:
-    """Yield the folders that contain images of a column."""
+    """Yield the folders that contain images named in a column."""
     hits = Counter[str]()
     for row in rows:
         *inner, name = _parts(_cell(row, column))
         if name:
-            # The folders below which `inner` is a folder with images.
+            # The folders from which the path `inner` leads to a folder with images.
             outer = {each[: len(each) - len(inner)] for each in found.folders}
             bases = ["/".join(each) for each in outer if (*each, *inner) in found.folders]
             hits.update(base for base in bases if _exists(root, _joined(base, *inner, name)))
 
     for base, num_hits in hits.items():
-        # Without folders, the paths of a list of several class folders fit each of them a little,
-        # so at least a third of the rows must fit.
+        # If a list covers several class folders but omits their names, a few of its rows match each
+        # folder. Therefore, at least a third of the rows must match.
         if 3 * num_hits >= len(rows):
             yield _Place(
                 is_other_split=(split or "train") not in map(split_of, base.split("/")),
@@ -386,11 +387,11 @@ def _exists(root: Tree, path: str) -> bool:
 
 
 def read_lists(root: Tree, lists: Sequence[LabelList], texts: Sequence[str]) -> Listed:
-    """Read lists of labels, and find their images. All rows are in memory (0.25 kB each).
+    """Read lists of labels, and find their images. All rows are held in memory (0.25 kB each).
 
-    texts: the paths of texts that may name the classes.
+    texts: the paths of text files that may contain the class names.
 
-    Raises PrepError for rows without a label or split, for files that are missing or have two
+    Raises PrepError for rows without a label or split, for images that are missing or have two
     labels or splits, and for numbers that are not in the file of classes.
     """
     images, class_of_path, wrong = _read_rows(root, lists)
@@ -434,8 +435,9 @@ def _read_rows(
 ) -> tuple[list[ImagesOfList], dict[str, list[str]], list[str]]:
     """Read the rows of all lists.
 
-    Returns the classes of each list, still without images, the class of the path in each row, and
-    texts about wrong rows. A class is the list to which the paths of its images will be appended.
+    Returns the classes of each list (still empty), a map from each row's path to its class, and
+    descriptions of wrong rows. A class is a Python list, to which the paths of its images will be
+    appended.
     """
     images: list[ImagesOfList] = [defaultdict(lambda: defaultdict(list)) for _ in lists]
     class_of_path: dict[str, list[str]] = {}
@@ -459,10 +461,10 @@ def _read_rows(
 def _match_images(
     root: Tree, lists: Sequence[LabelList], class_of_path: dict[str, list[str]], ignored: Ignored
 ) -> tuple[Counter[str], Counter[str]]:
-    """Move the paths of all images from `class_of_path` to their classes. Missing images remain.
+    """Move the paths of all existing images from `class_of_path` to their classes.
 
-    Returns the number of images below the base of each list, and in each folder the number of
-    images there that no list names.
+    The paths of missing images remain. Returns the number of images below each list's base folder,
+    and the number of images in each folder that no list names.
     """
     bases = {each.base for each in lists}
     below = Counter[str]()
@@ -495,11 +497,11 @@ def _trees_of_list(
 def _name_classes(
     root: Tree, files: Sequence[str], labels: set[str], of_train: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], str]:
-    """Return the name of each label, in the order of numbers, and a text about the names.
+    """Return the name of each label, in numerical order, and a text about the source of the names.
 
     Args:
-        files: The paths of files of classes.
-        of_train: The training images of each label.
+        files: The paths of files that list classes.
+        of_train: Maps each label to its training images.
     """
     if not all(map(str.isdecimal, labels)):
         return {label: label for label in labels}, ""
@@ -534,7 +536,8 @@ def _name_classes(
 
 
 def _names_in_paths(of_train: Mapping[str, Sequence[str]], pattern: str) -> dict[int, str]:
-    """Return the name that `pattern` finds in all paths of a class, for each class with one."""
+    """Return the name that `pattern` finds in all paths of a class, for each class with such a
+    name."""
     name_of: dict[int, str] = {}
     for label, paths in of_train.items():
         names = {"".join(re.findall(pattern, path)) for path in paths}
@@ -546,7 +549,7 @@ def _names_in_paths(of_train: Mapping[str, Sequence[str]], pattern: str) -> dict
 def _names_in_file(
     root: Tree, file: str, numbers: Sequence[int], of_train: Mapping[str, Sequence[str]]
 ) -> Iterator[dict[int, str]]:
-    """Yield the names of classes in a file: by the numbers in its lines, and by its order.
+    """Yield the class names in a file, first by the numbers in its lines, then by the line order.
 
     numbers: the sorted labels.
     """
@@ -557,8 +560,8 @@ def _names_in_file(
         for match in matches
     }
 
-    # If classes were missing, the first line could be class 0 or 1. If only folders have the
-    # training images, the numbers could be those of the sorted folders.
+    # If lines were missing, the first line could be class 0 or 1. If no list names the training
+    # images, the numbers could be positions in the sorted list of folders.
     has_all = len(lines) == numbers[-1] - numbers[0] + 1
     is_clear = has_all and (of_train or lines == sorted(lines))
     if is_clear:
@@ -572,12 +575,12 @@ def _check_against_paths(
     names_used: set[str],
     in_paths: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Raise PrepError if the paths of images have the same names, but in another order.
+    """Raise PrepError if image paths contain the same class names in a different order.
 
     Args:
-        source: The file of the names.
-        names_used: Those of `names` that are names of labels.
-        in_paths: The names in the folders and in the names of images.
+        source: The file that contains the names.
+        names_used: The names in `names` that belong to labels.
+        in_paths: The class names in the images' folders and file names.
     """
     for place, others in in_paths.items():
         differing = [k for k in others if names[k] != others[k]]

@@ -72,7 +72,7 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     try:
         # pyarrow cannot open a path that is not UTF-8.
         with open(path, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as file:
-            problem = "damaged"  # The end of the file is complete, because it could be opened.
+            problem = "damaged"  # The end is complete, because the file could be opened.
             if columns is not None:
                 _check_columns(path, file.schema_arrow, columns)
             yield file
@@ -157,7 +157,7 @@ def spool_file(copy: _Copy) -> None:
 def _read_rows(
     path: Path, columns: Columns, target: BinaryIO | None = None
 ) -> dict[str, list[Any]]:
-    """Return the names, labels and sizes of the rows of a file, and copy the images to `target`.
+    """Return the names, labels and sizes of a file's rows, and copy the images to `target`.
 
     A null image becomes 0 bytes, which `read` rejects. Without a target, no image is read, and
     `sizes` is empty.
@@ -188,9 +188,9 @@ def _read_rows(
 
 
 def _labels(column: Any) -> list[Any]:
-    """Return the values of a label column, texts without outer blanks.
+    """Return the values of a label column, with outer blanks removed from texts.
 
-    pandas stores whole numbers as floats if one is missing.
+    pandas stores whole numbers as floats if a value is missing.
     """
     values = column.to_pylist()
     if not re.search("float|double", str(column.type)):
@@ -226,9 +226,9 @@ def _listed(path: Path, columns: Columns) -> Spooled:
 def spool(files: Sequence[Path], builder: Builder, columns: Columns) -> Iterator[Spooled]:
     """Copy the images of all parquet files to `builder.spool`, and yield the rows file by file.
 
-    Existing copies are reused. A dry run copies nothing and estimates each image's size by the
-    mean. Processes that share the work start with different files. Raises PrepError if pyarrow is
-    missing, the disk has too little space, or a file is invalid.
+    Existing copies are reused. A dry run copies nothing, and uses the mean size as an estimate for
+    each image. Processes that share the work start with different files. Raises PrepError if
+    pyarrow is missing, the disk has too little space, or a file is invalid.
     """
     if builder.dry:
         for path in files:

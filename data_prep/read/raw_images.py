@@ -24,10 +24,10 @@ def add_records(
     names: str,
     keys: str,
 ) -> None:
-    """Add the images in an uncompressed file, which begin at equal distances, to a split.
+    """Add the images in an uncompressed file, which begin at regular intervals, to a split.
 
     Args:
-        labels: One per image.
+        labels: One label per image.
         labels_path: The label file, named in the PrepError for a wrong label.
         first: The offset of the first image in bytes.
         step: The distance between the starts of two images in bytes.

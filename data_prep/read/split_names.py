@@ -1,8 +1,8 @@
 """Recognize splits by the names of folders and files, in any case.
 
-The words are those of Hugging Face's `datasets` (src/datasets/data_files.py). The name of a folder
-may also contain a filler (`training_set`, `Test Images`, `val2017`), or other words that it shares
-with the folder of another split (`seg_train` and `seg_test`).
+The recognized words are those of Hugging Face's `datasets` (src/datasets/data_files.py). The name
+of a folder may also contain a filler (`training_set`, `Test Images`, `val2017`), or other words
+that it shares with the folder of another split (`seg_train` and `seg_test`).
 """
 
 import re
@@ -21,21 +21,21 @@ UNLABELED = re.compile(
 )
 """Matches folder names that indicate unlabeled images."""
 OF_IMAGES = re.compile(r"images?|imgs?|photos?|pictures?|data", re.IGNORECASE)
-"""Matches folder names that say nothing about the images."""
+"""Matches folder names that do not describe the images."""
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that a name means: "train", "val", "test", or None."""
+    """Return the split that a name stands for: "train", "val", "test", or None."""
     return splits_of_folders([name]).get(name)
 
 
 def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
-    """Map the names of neighboring folders that mean splits to these splits.
+    """Map the names of neighboring folders to splits, for names that stand for a split.
 
-    A class may contain such a word ("training shoes", "test tube"), so names with other words count
-    only if they belong to several splits and have the same other words.
+    A class name may contain such a word ("training shoes", "test tube"). Names with other words
+    therefore count only if they belong to several splits and share these other words.
     """
-    # Maps the other words to the names with these words, and these to their splits.
+    # Maps the other words to the names that contain them, and each name to its split.
     by_rest = defaultdict[str, dict[str, str]](dict)
     for name in names:
         words = _WORD.findall(name.lower())
@@ -45,7 +45,7 @@ def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
 
     found = by_rest.pop("", {})
     if "train" not in found.values():
-        # The first group that contains train and another split.
+        # Use the first group that contains train and another split.
         groups = (group for group in by_rest.values() if {"train"} < set(group.values()))
         found |= next(groups, {})
     return found

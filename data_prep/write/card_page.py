@@ -1,8 +1,8 @@
 """Write a data set card: dataset.md, a contact sheet, and a README.md for Hugging Face.
 
-A hash selects up to 1,000 images from all parts of the training split, which are decoded to compute
+A hash selects up to 1,000 images from all parts of the training split. They are decoded to compute
 the mean and standard deviation of colors. The contact sheet shows one image from each of up to 60
-classes. Equal data sets produce equal bytes with the same version of Pillow.
+classes. Identical data sets produce identical bytes with the same version of Pillow.
 """
 
 import fnmatch
@@ -41,7 +41,7 @@ def write_card(place: Output | Path | str) -> None:
     """Write the card of the finished data set at `place`, a folder or a URL.
 
     Raises ShardError if a file is missing or an image cannot be decoded, and OSError and PrepError
-    like `Output`.
+    in the same cases as `Output`.
     """
     output = place if isinstance(place, Output) else Output(place)
     with output.staging() as folder:
@@ -101,7 +101,7 @@ def readme(info: Mapping[str, Any]) -> str:
 
     files = []
     for split, names in names_of.items():
-        # A pattern such as train-*.tar, if it matches exactly the files of the split.
+        # Use a pattern such as train-*.tar if it matches exactly the split's files.
         common = os.path.commonprefix([name.removesuffix(".tar") for name in names])  # noqa: RUF071  (of letters: they are names)
         pattern = f"{common.rstrip('0123456789')}*.tar"
         is_exact = set(fnmatch.filter(all_names, pattern)) == set(names)
@@ -154,7 +154,7 @@ def contact_sheet(card: Card) -> Image.Image:
         cells += [(label, int(rows[place])) for place in spread(len(rows), copies, label)]
         cells += [(label, None)] * (copies - len(rows))
 
-    # All copies of a class are in one line.
+    # All images of a class are in one line.
     columns = min(COLUMNS - COLUMNS % copies, len(cells))
     num_lines = math.ceil(len(cells) / columns)
 

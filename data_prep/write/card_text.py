@@ -54,7 +54,7 @@ class Classes:
 
 
 def count_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Count the labels of each class, (num_classes,). Labels out of range are ignored."""
+    """Return how often each label occurs, (num_classes,), ignoring labels that are out of range."""
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 
@@ -71,7 +71,8 @@ class Card(Classes):
 
     @property
     def name(self) -> str:
-        # Do not fall back to the folder's name, because equal data sets must have equal cards.
+        # Do not fall back to the folder's name, because identical data sets must have identical
+        # cards.
         return str(self.info.get("source", "data set"))
 
     @property
@@ -206,7 +207,7 @@ def number_range(counts: np.ndarray) -> str:
 
 
 def _splits(card: Card) -> str:
-    """Return a table with the numbers of each split."""
+    """Return a table with each split's numbers."""
     quarantined = Counter(entry["split"] for entry in card.quarantined)
     rows = [
         (
@@ -237,7 +238,7 @@ def _sizes(card: Card) -> list[str]:
         quantiles = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
         rows.append((title, *(f"{int(value):,}" for value in quantiles)))
 
-    # A size is one number: the width in the upper 16 bits, the height in the lower ones.
+    # A size is one number, with the width in the upper 16 bits and the height in the lower 16.
     sizes, counts = np.unique(width.astype(np.uint32) << 16 | height, return_counts=True)
     most = np.argsort(-counts, kind="stable")[:5]
     common = ", ".join(
@@ -338,7 +339,7 @@ def _conversions(card: Card) -> list[str]:
 
 
 def _restart_markers(changed: Mapping[str, int]) -> list[str]:
-    """Return a line about restart markers, or nothing if the writer was not to add any.
+    """Return a line about restart markers, or nothing if the writer was not asked to add any.
 
     changed: the number of images with each change, such as "resized, with restart markers".
     """

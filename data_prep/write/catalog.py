@@ -135,7 +135,7 @@ def open_catalog(
         os.close(lock)
 
 
-# ---- making one ----------------------------------------------------------------------------------
+# ---- making a catalog ----------------------------------------------------------------------------
 
 
 class Builder:
@@ -197,8 +197,9 @@ class Builder:
 
         Args:
             names: The original names.
-            keys: By default, names without extension. `safe_key` replaces unsafe characters.
-            sizes: In bytes, below 4 GiB.
+            keys: The keys. By default, the names without extension. `safe_key` replaces unsafe
+                characters.
+            sizes: The sizes in bytes, each below 4 GiB.
         """
         if len(sizes) and int(np.max(sizes)) >> 32:
             raise PrepError(
@@ -208,7 +209,7 @@ class Builder:
 
         if keys is None:
             keys = [os.path.splitext(name)[0] for name in names]
-        # A single match of all keys, one per line, is much faster than a match of each.
+        # Matching all keys at once, one per line, is much faster than matching each key.
         if SAFE_KEYS.fullmatch("\n".join([*keys, ""])) is None or any("\n" in key for key in keys):
             keys = [key if SAFE_KEY.fullmatch(key) else safe_key(key) for key in keys]
         texts = [
@@ -244,7 +245,7 @@ class Builder:
                 file.close()
 
     def _count(self, split: str, labels: np.ndarray) -> None:
-        """Add labels to the counts of a split. Raises PrepError for a label of no class."""
+        """Add labels to the counts of a split. Raises PrepError for a label outside the classes."""
         num_classes = len(self.class_names)
         lowest = 0 if num_classes else -1  # the label of images without classes
         outside = labels[(labels < lowest) | (labels >= num_classes)]
@@ -277,7 +278,7 @@ class Builder:
 
         order = np.lexsort((hashes, table.rows["label"]))
         labels = table.rows["label"][order]
-        # The position of each row among the rows of its class, and the number of these rows.
+        # Compute the position of each row among its class's rows, and the number of these rows.
         rank = np.arange(len(order)) - np.searchsorted(labels, labels)
         class_size = self.count(split)[labels]
         num_moved = np.minimum(np.round(fraction * class_size), class_size - 1)
@@ -305,22 +306,23 @@ class Builder:
         self._counts[into] = counted
 
     def report_held_out(self, split: str, fraction: float, flag: str) -> None:
-        """Report the classes of train without an image in `split`, or a val that is small.
+        """Report train's classes that have no image in `split`, or that val is small.
 
         Args:
             fraction: The fraction of each class that was held out, 0 if the source has the split
                 or nothing was held out.
-            flag: The command-line flag that sets it, with {} in place of the value.
+            flag: The command-line flag that sets this fraction, with {} in place of the value.
         """
         in_train = self.count("train")
         lacking = np.flatnonzero((self.count(split) == 0) & (in_train > 0))
         num_held_out = self.count(split).sum()
 
         if not len(lacking):
-            # More than 20 % is not suggested.
+            # Do not suggest more than 20 %.
             is_small = num_held_out < 100 and 0 < fraction < 0.2
             if split == "val" and is_small:
-                # 95 % confidence: 1.96 * sqrt(p * (1 - p) / n), at most 0.98 / sqrt(n), at p = 0.5.
+                # Half the 95 % confidence interval is 1.96 * sqrt(p * (1 - p) / n), at most 0.98 /
+                # sqrt(n) (at p = 0.5).
                 self.report(
                     f"val has only {num_held_out} images, so an accuracy is uncertain by up to"
                     f" {98 / num_held_out**0.5:.0f} percentage points: to compare runs, use"
@@ -396,7 +398,8 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
 
     Hashes and labels are added to the digest in this order. Raises PrepError for repeated keys.
     """
-    # Each part contains an equal range of hashes. With a power of two, it is about half full.
+    # Each part covers a hash range of the same size. The number of parts is a power of two, chosen
+    # so that a part is about half full.
     num_parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
     width = (1 << 64) // num_parts
     repeated = set[str]()

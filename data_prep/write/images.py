@@ -49,7 +49,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class ImagePolicy:
-    """The settings for the conversion of images. Raises PrepError for invalid values."""
+    """The settings for converting images. Raises PrepError for invalid values."""
 
     check: str = "decode"
     """decode: check each JPEG by decoding it. headers: check only headers and end marker."""
@@ -60,7 +60,7 @@ class ImagePolicy:
     jpeg_quality: int = 95
     """The quality of re-encoded images on libjpeg's scale from 1 to 100."""
     restart_markers: str = "off"
-    """auto: losslessly add restart markers to all JPEGs with the C library. off: do not."""
+    """auto: losslessly add restart markers to all JPEGs with the C library. off: add none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.jpeg_quality <= 100:

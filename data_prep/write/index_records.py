@@ -120,7 +120,7 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
-    """Return a writable output location for the index. Raises PrepError."""
+    """Return a writable output location for the index. Raises PrepError if there is none."""
     if isinstance(source, Output) and source.local is not None:
         if out is not None:
             raise PrepError(
@@ -155,7 +155,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 
 
 def _make(output: Output, hint: str = "") -> None:
-    """Create a folder for the index. hint: what to add to the message if this fails."""
+    """Create a folder for the index. hint: text to add to the error message if this fails."""
     try:
         output.make()
     except (PrepError, ShardError) as error:
@@ -255,7 +255,7 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
         for name, *recorded in zip(*columns, strict=True):
             rows, sidecar, _ = indexed[name]
             actual = [len(rows), sidecar["bytes"], sidecar["sha256"]]
-            # A value of None is not recorded.
+            # None means that no value is recorded.
             if any(old not in (None, new) for old, new in zip(recorded, actual, strict=True)):
                 problems.append(
                     f"{name} has {actual[0]} valid samples, {actual[1]} bytes and the sha256"
@@ -406,11 +406,11 @@ def _index_fetched(shard: IndexedShard, source: Output | WebShards) -> Indexed:
 
 
 OF_SAMPLES = ("members", "quarantined", "ignored", "shards_at")
-"""The sidecar keys that describe the samples in a tar, and its location."""
+"""The sidecar keys that describe the samples in a tar and the tar's location."""
 
 
 def _about(shard: IndexedShard, survey: Survey) -> dict[str, Any]:
-    """Return the values of OF_SAMPLES that are not empty."""
+    """Return the nonempty values for the keys in OF_SAMPLES."""
     quarantined = [
         {
             "split": shard.split,

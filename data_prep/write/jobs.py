@@ -42,7 +42,7 @@ def run_jobs(
     """
     # Spawn processes, because the caller's threads (torch, rich) do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    with signals_blocked():  # The first value starts a process that would be ended by SIGHUP.
+    with signals_blocked():  # The first value starts a process, which SIGHUP would end.
         images_done, bytes_done = context.Value("Q", 0), context.Value("Q", 0)
         stopping = context.Value("b", 0)
 

@@ -98,8 +98,8 @@ class Output:
             return {}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the object in a JSON file, or None if it is missing. Raises ShardError if not
-        JSON."""
+        """Return the object in a JSON file, or None if it is missing. Raises ShardError if the file
+        is not JSON."""
         if self.local is not None:
             return read_json(self.local / name)
         try:

@@ -30,7 +30,8 @@ from vit.system.spelling import few
 FEW_UNREADABLE = 5
 """The number of unreadable images that are always allowed unless --max-unreadable is 0."""
 SHARD_BYTES = 768 << 20
-"""The target size of a shard: large enough for sequential disk reads, small enough to recopy."""
+"""The target size of a shard: large enough for sequential disk reads, and small enough to be copied
+again."""
 MIN_SHARDS = 8
 """The minimum number of training shards, so that workers that read sequentially can divide the
 shards among them."""
@@ -297,8 +298,8 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
     """Return the numbers of the shards that `part` selects. Train's shards are numbered first.
 
     With {"train": 8, "val": 2}, shards 8 and 9 are in val. part: "A-B" includes both ends. "I/N" is
-    the I-th of N equal parts, counted from 0, and may be empty if there are fewer shards than
-    parts. None selects all shards. Raises PrepError for other values.
+    part I of N parts of almost the same size, counted from 0, and may be empty if there are fewer
+    shards than parts. None selects all shards. Raises PrepError for other values.
     """
     total = sum(counts.values())
     if part is None:

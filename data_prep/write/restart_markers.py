@@ -3,7 +3,7 @@
 The Huffman codes of a baseline JPEG are replaced by optimal codes, and a restart marker is inserted
 after every few blocks, at the same positions in each row. The coefficients, and therefore the
 pixels in any decoder, do not change, and each file is verified. EXIF, ICC and comments are kept.
-Photos become slightly smaller, or larger if their codes were optimal already. A file that is
+Photos become slightly smaller, or larger if their codes were already optimal. A file that is
 damaged, is not a baseline JPEG or cannot be verified is kept unchanged.
 
 The native code rewrites the JPEG (vit/data/decode/c/transcode.c, 2 ms for 100 kB), and compares all

@@ -79,9 +79,9 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Return ascending row numbers, one from each of `num_chosen` equal ranges, selected by a hash.
+    """Return ascending row numbers, one from each of `num_chosen` ranges, selected by a hash.
 
-    Returns all rows if there are at most `num_chosen`.
+    The ranges have almost the same size. Returns all rows if there are at most `num_chosen`.
     """
     if num_chosen >= num_rows:
         return list(range(num_rows))
@@ -116,7 +116,7 @@ class Table:
         return [self._text_at(start, size)[0] for start, size in places]
 
     def _text_at(self, start: int, size: int) -> tuple[str, str]:
-        """Return the (key, name) in `size` bytes of the texts."""
+        """Return the (key, name) stored in `size` bytes at `start` of the text file."""
         text = self._text[start : start + size].tobytes().decode("utf-8", "surrogateescape")
         key, _, name = text.partition("\0")
         return key, name
@@ -150,7 +150,7 @@ _descriptors: OrderedDict[str, int] = OrderedDict()
 def descriptor(file: str) -> int:
     """Return a descriptor of `file`. It stays open until MAX_OPEN_FILES other files have been used.
 
-    Not thread-safe.
+    This function is not thread-safe.
     """
     if file in _descriptors:
         _descriptors.move_to_end(file)

@@ -157,7 +157,8 @@ class TarStream:
     def _flush(self) -> None:
         """Write the filled buffer while a thread hashes it, and continue with the other buffer.
 
-        The other buffer is free when the thread has hashed it, which the previous call started.
+        The previous call let the thread hash the other buffer. The other buffer is free when the
+        thread has finished.
         """
         hashed = self._pool.submit(self._sha256.update, self._buffer[: self._filled])
         rest = self._buffer[: self._filled]
@@ -249,7 +250,8 @@ def _write_samples(
 
 
 def _announce(sample: Sample) -> None:
-    """Tell the kernel to read a sample in advance. Errors are left to the later read."""
+    """Tell the kernel to read a sample in advance. Errors are ignored, because the later read
+    reports them."""
     if HAS_ADVICE:
         with suppress(OSError):  # The file may be a folder.
             os.posix_fadvise(
@@ -342,7 +344,7 @@ threads (python/cpython#106905)."""
 def load_rows(work: ShardWork) -> np.ndarray:
     """Return the index rows of a complete shard, read from its row file or its tar.
 
-    Thread-safe, so that requests to an object store can run in parallel.
+    This function is thread-safe, so that requests to an object store can run in parallel.
     """
     with work.output.staging() as folder:
         try:

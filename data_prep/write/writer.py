@@ -68,7 +68,7 @@ Sidecars = dict[str, dict[str, Any]]
 
 
 def write(source: Source, out: Path | str, settings: Settings | None = None) -> None:
-    """Write all splits of a source to `out`, a folder or a URL, or complete them.
+    """Write all splits of a source to `out`, a folder or a URL, or complete an interrupted write.
 
     Prints progress. With `settings.part`, only the selected shards are written. The call that finds
     all shards complete writes the index and `_info.json`, even if several calls run in parallel.
@@ -244,7 +244,7 @@ def _write_shards(plan: WritePlan, mine: list[ShardWork]) -> Sidecars:
 
 
 def _complete_shards(plan: WritePlan) -> Sidecars:
-    """Return the sidecars of this plan's complete shards. Each sidecar is written last."""
+    """Return the sidecars of this plan's complete shards. A shard's sidecar is written last."""
     sizes = plan.output.sizes()
     jobs = [
         job

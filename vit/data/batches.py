@@ -1,4 +1,4 @@
-"""Create batches by writing any rows of any batch of a rank into preallocated memory.
+"""Create batches by writing any rows of any of a rank's batches into preallocated memory.
 
 The order maps each position to the sample numbers of this rank's rows. The index contains the byte
 offset, width and height of each image, so crops are drawn before decoding. Images are decoded
@@ -179,7 +179,7 @@ class Samples:
     ids: NDArray[np.int64]
     """(B,) sample numbers, which seed the augmentation and appear in error messages."""
     copies: NDArray[np.int64] | int
-    """(B,) copy numbers: which copy of its image each row shows (repeated augmentation)."""
+    """(B,) numbers that state which copy of its image each row shows (repeated augmentation)."""
     entries: NDArray[Any]
     """(B,) records with fields `label`, `width` and `height`, the stored image's size in pixels."""
     weights: NDArray[np.float32]
@@ -196,8 +196,8 @@ class Samples:
 
 
 class AugmentedBatches(Batches):
-    """Training batches from any source of samples: draws crops, decodes, and draws
-    augmentations."""
+    """Training batches from any source of samples. The class draws crops, decodes images, and draws
+    augmentation parameters."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class AugmentedBatches(Batches):
         """Create the batches of one rank.
 
         Args:
-            rows: This rank's rows of the global batch; None: all.
+            rows: This rank's rows of the global batch, or None for all rows.
             num_batches: The length of the run, so that no batches after its end are read ahead.
             changes: The excluded and relabeled samples, which keep their places.
         """
@@ -302,7 +302,7 @@ class AugmentedBatches(Batches):
         views: list[Tensor],
         stored_size: tuple[int, int],
     ) -> bool:
-        """Decode each of `windows` of the image in `row` into one of `views`.
+        """Decode each of the `windows` of the image in `row` into one of the `views`.
 
         If the image cannot be decoded, raises ShardError or, with `on_bad_image: skip`, returns
         False.
@@ -410,7 +410,7 @@ class TrainBatches(FromShards, AugmentedBatches):
 
 
 class EvalBatches(FromShards, Batches):
-    """The batches of an evaluation, in which each sample occurs once.
+    """The batches for an evaluation, in which each sample occurs once.
 
     All ranks have the same number of batches. Padding rows have weight 0.
     """
@@ -499,7 +499,7 @@ def write_rows(
 
 
 def _rows_by_sample(ids: NDArray[np.int64], is_used: NDArray[np.bool_]) -> list[list[int]]:
-    """Return the used rows of each distinct sample; see `Samples.groups`."""
+    """Return the rows of each distinct sample, without unused rows; see `Samples.groups`."""
     groups: dict[int, list[int]] = {}
     for row in np.flatnonzero(is_used).tolist():
         groups.setdefault(int(ids[row]), []).append(row)

@@ -1,8 +1,8 @@
 """Samples that keep their place in all batches, but are not trained on or have another label.
 
 `data.exclude` and `data.relabel` change only the named samples. Every other row of every batch,
-including its crop and its random numbers, is the same as in a run without these settings. Two such
-runs therefore differ in nothing else.
+including its crop and its random numbers, is the same as in a run without these settings. A run
+with these settings and a run without them therefore differ in nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOLE = -1
 
 @dataclass(frozen=True)
 class Changes:
-    """New labels of some samples. `HOLE` excludes a sample."""
+    """New labels for some samples. `HOLE` excludes a sample."""
 
     numbers: NDArray[np.int64]
     """(n,) sample numbers in ascending order."""

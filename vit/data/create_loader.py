@@ -3,9 +3,9 @@
     split -> order of samples -> decoded crops in shared memory -> augmented on the device
                                                                -> (inputs, targets) for a model
 
-The batches equal those that the trainer would use. An epoch contains each sample once, global
-batches do not depend on the number of ranks, and random numbers depend only on seed, epoch and
-sample.
+The batches are identical to those that the trainer would use. An epoch contains each sample once,
+global batches do not depend on the number of ranks, and random numbers depend only on seed, epoch
+and sample.
 """
 
 from collections.abc import Iterator, Mapping

@@ -28,8 +28,9 @@ from vit.system.files import ShardError
 from vit.system.spelling import few
 
 LEAST_AGREEMENT = 0.5
-"""The minimum fraction of images whose stored label must be among the labels of a list without
-keys. ReaL reaches 90 %. A list in the wrong order reaches about 1 / (number of classes)."""
+"""The minimum fraction of images whose stored label must be among the labels that a list without
+keys contains for them. ReaL's list reaches 90 %. A list in the wrong order reaches about 1 /
+(number of classes)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
 
 
 def _match_names(split: Split, model_names: Sequence[str]) -> list[int]:
-    """Return the model output with the name of each class of `split`. Raises ValueError."""
+    """Return the model output that has the name of each class in `split`. Raises ValueError."""
     names = split.class_names
     output = {name: number for number, name in enumerate(model_names)}
     missing = [name for name in names if name not in output]
@@ -192,7 +193,7 @@ def _match_names(split: Split, model_names: Sequence[str]) -> list[int]:
 
 
 def _read_labels(path: Path, split: Split) -> list[list[int]]:
-    """Return the correct classes of each image, in the order of `split`. Raises ValueError."""
+    """Return the correct classes of each image, in the split's order. Raises ValueError."""
     # The caller prepends `eval.sets.NAME` to this text.
     setting = f".labels={path}"
     try:

@@ -1,8 +1,8 @@
 """Open the data that a config specifies, on all ranks.
 
 `open_split` opens one split of shards. `IndexedShards` selects training samples from one or several
-sources. For streams, `vit.extras.stream` takes its place. `vit.data.storage.opening.open_split`
-opens a split without a config.
+sources. For streams, `vit.extras.stream` takes the place of `IndexedShards`.
+`vit.data.storage.opening.open_split` opens a split without a config.
 """
 
 from typing import Any, Protocol
@@ -68,7 +68,8 @@ class TrainReader(Protocol):
     """Reads the training data."""
 
     def open_splits(self, config: Config, world: World | None = None) -> list[Split]:
-        """Open the training split, or one split per source. Returns [] without random access."""
+        """Open the training split, or one split per source. Returns [] if the data have no random
+        access."""
 
     def choose(
         self,

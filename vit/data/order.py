@@ -138,7 +138,7 @@ class Share:
 
             # Count from the first pass that this shuffle uses, even if that pass began in an
             # earlier shuffle. Augmentation keys contain the epoch, so only repeats within a shuffle
-            # could get equal keys.
+            # could get the same keys.
             times = passes - shuffle * self.num_draws // self.num_samples
             # Most sources need one or two passes. A small source with a high weight needs more.
             for number in np.unique(passes).tolist():

@@ -88,6 +88,6 @@ def _same_checksums(
         # Search sorted keys, because np.isin takes 20 times as long.
         is_trained |= trained[nearest] == keys
 
-    # A checksum of 0 is unknown, so ignore it.
+    # A checksum of 0 means that it is unknown, so ignore it.
     is_trained &= keys >> np.uint64(32) != 0
     return is_trained[places]

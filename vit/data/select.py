@@ -33,8 +33,8 @@ CHUNK_ROWS = 1 << 20
 """The number of index rows that are in memory at the same time."""
 HOLES_AT_MOST = 0.05
 """The largest fraction of samples that can be excluded and keep their places. Each such sample
-wastes the computation of a row. If the fraction is larger, the excluded samples are removed, which
-changes all batches."""
+wastes the computation for one row. If the fraction is larger, the excluded samples are removed,
+which changes all batches."""
 QUARANTINE = ".jsonl"
 """The suffix of data_prep's list of skipped samples. The split may lack these samples."""
 
@@ -48,7 +48,7 @@ class Chosen:
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
     """(num_samples,) sample numbers in ascending order; None if all samples have a place."""
     summary: str
-    """The numbers of selected and excluded samples as text; "" if there was no selection."""
+    """The counts of selected and excluded samples as text; "" if there was no selection."""
     identity: str
     """The length and a hash of `numbers` and `changes`; "" if all samples are selected."""
     changes: Changes = NO_CHANGES
@@ -192,7 +192,7 @@ def count_labels(
 def _subset(
     numbers: NDArray[np.integer], labels: NDArray[np.integer], selection: Selection
 ) -> NDArray[np.integer]:
-    """Return the samples of `numbers` that are in the random subset, in ascending order."""
+    """Return those of the samples `numbers` that are in the random subset, in ascending order."""
     keys = fold_numbers(partial(fold, selection.subset_seed), numbers)
     if selection.fraction is not None and selection.fraction_of == "all":
         return numbers[are_ranked(keys, 0, max(round(selection.fraction * len(numbers)), 1))]
@@ -270,7 +270,7 @@ def _read_relabel(path: Path, split: Split, name: str) -> tuple[dict[int, int], 
 
 
 def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
-    """Yield the numbers and texts of lines that are neither empty nor comments."""
+    """Yield the number and text of each line that is neither empty nor a comment."""
     try:
         lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     except OSError as error:
@@ -293,7 +293,7 @@ def _label_of(text: str, split: Split) -> int:
 
 
 def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
-    """Return the sample numbers of each key that exists."""
+    """Map each existing key to its sample numbers."""
     num_keys = Counter(idx_name(key) for key in keys)
     numbers = defaultdict[str, list[int]](list)
     for number, name in enumerate(_idx_names(split)):

@@ -100,7 +100,7 @@ def train_set_of_sources(
 def _describe_draws(
     split: Split, chosen: Chosen, num_draws: int, total: int, classes_of: Split
 ) -> str:
-    """Describe the `num_draws` of `total` images per epoch that come from `split`."""
+    """Describe the source `split`, from which `num_draws` of `total` images per epoch come."""
     share = num_draws / chosen.num_samples
     times = "" if share == 1 else f", {share:.3g} times each"
     whole = f"all {chosen.num_samples:,} samples of {split.root} {split.name!r}"

@@ -26,7 +26,7 @@ class Stage(IntEnum):
     IDLE = 0
     """Waiting for work."""
     ORDER = 1
-    """Looking up samples and their rows of the index."""
+    """Looking up samples and their rows in the index."""
     STORE = 2
     """Waiting for a block of a shard to be fetched."""
     LOCK = 3
@@ -67,7 +67,7 @@ _PLACES = {name: index for index, name in enumerate(TALLIED, _SECONDS)}
 
 
 def add_up(tallies: Sequence[Tally]) -> Tally:
-    """Return the sum of the tallies of several processes."""
+    """Return the sum of several processes' tallies."""
     return {name: sum(tally[name] for tally in tallies) for name in TALLIED}
 
 

@@ -44,7 +44,7 @@ is waiting inside the kernel."""
 NICENESS_BESIDE_GPU = 10
 """The niceness of workers if training uses a GPU. Workers then get a tenth of the scheduler weight
 of the threads that launch kernels and run NCCL, because the GPU waits for these threads. If
-training runs on the CPU, workers and training have equal weight."""
+training runs on the CPU, workers and training have the same weight."""
 PARTS_PER_MEASUREMENT = 64
 """The number of parts between two measurements of a worker's memory."""
 
@@ -343,7 +343,8 @@ class WorkerPool:
                 pass
         os.set_blocking(self._parts.fileno(), True)  # new workers inherit the pipe and must block
 
-        # Training waits for the first missing part, so put missing parts first, in their old order.
+        # Training waits for the first missing part, so put missing parts first, in their original
+        # order.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )

@@ -42,7 +42,8 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     if counts:
         return f"{counts}, and no class names to compare: labels are compared by number"
     if loaded.class_names:
-        # Equal class counts prove little: any two sets of ten classes have equal counts.
+        # The same number of classes proves little, because many different data sets have ten
+        # classes.
         return "the model has class names, but the data do not: labels are compared by number"
     return ""
 

@@ -1,6 +1,6 @@
-"""Decide for each field of another program's config whether it is read, refused or only named.
+"""Decide whether each field of another program's config is read, refused or only named in a note.
 
-A field is in the table of its file, or it is unknown:
+A field is either listed in the table for its file, or unknown:
 
     read        the reader uses the field
     unused      the field does not change predictions
@@ -48,7 +48,7 @@ VIT_CONFIG = _table(
         "quantization_config": (None,),
     },
 )
-"""`config.json` of transformers' ViT and ViT-MAE."""
+"""The fields in `config.json` of transformers' ViT and ViT-MAE."""
 
 IMAGE_PROCESSOR = _table(
     read="image_processor_type feature_extractor_type size crop_size default_to_square"
@@ -64,7 +64,7 @@ IMAGE_PROCESSOR = _table(
         "use_square_size": _OFF,
     },
 )
-"""`preprocessor_config.json` of transformers. Images are always converted to RGB."""
+"""The fields in transformers' `preprocessor_config.json`. Images are always converted to RGB."""
 
 TIMM_CONFIG = _table(
     read="architecture num_classes global_pool model_args pretrained_cfg label_names tag input_size"
@@ -74,7 +74,7 @@ TIMM_CONFIG = _table(
     " notes url file hf_hub_id hf_hub_filename source",
     accepted={"label_offset": (None, 0)},
 )
-"""timm's `config.json` with its `pretrained_cfg`."""
+"""The fields in timm's `config.json` and its `pretrained_cfg`."""
 
 
 TIMM_OPTIONS = ("mean", "std", "crop_pct", "interpolation", "crop_mode", "model_kwargs")

@@ -55,13 +55,13 @@ def load_weights(
 
     Positions are resampled to the model's grid, and patches to the model's patch size. For gray
     images, the filters of the color channels are summed (vit/weights/patches.py). If only the model
-    has positions for prefix tokens (the source is DeiT III), these positions are zero. If only the
-    source has such positions (the model has `no_embed_class`), they are added to the tokens.
-    Neither change of positions affects the network's output. DeiT III's LayerScale names are
-    converted to timm's. Values are cast to the model's dtype, and `state_dict` is not changed.
+    has positions for prefix tokens, as with weights of DeiT III, these positions are zero. If only
+    the source has such positions, as with a model that has `no_embed_class`, they are added to the
+    tokens. Neither change of positions affects the network's output. DeiT III's LayerScale names
+    are converted to timm's. Values are cast to the model's dtype, and `state_dict` is not changed.
 
     Args:
-        grid: (h, w) of the source's positions; None: a square.
+        grid: (h, w) of the source's positions. None means a square.
         reset_head: Keep the model's initial head and pre-logits layer (the head starts at zero).
 
     Returns:

@@ -270,7 +270,7 @@ def _open_torch(path: Path, mapped: bool, protocol: int = 2) -> Any:
 
 
 def _why_not_opened(error: Exception, protocol: int) -> str:
-    """Complete the message "PATH is ..." for an error of torch.load: unsafe or damaged content.
+    """Complete the message "PATH is ..." for an error from torch.load: unsafe or damaged content.
 
     protocol: the pickle protocol of the file.
     """
@@ -379,7 +379,7 @@ def renamed(
     content: Mapping[str, Tensor], rename: Callable[[str], str], path: Path
 ) -> dict[str, Tensor]:
     """Return `content` without the prefixes of its names. Raises WeightsError if two names become
-    equal."""
+    identical."""
     weights = {rename(name): tensor for name, tensor in content.items()}
     if len(weights) < len(content):
         raise WeightsError(

@@ -19,7 +19,7 @@ program.
                    facebookresearch/dinov2:dinov2/models/vision_transformer.py
 
 Programs that wrap a network in a class of their own add a prefix to its names (`model.`,
-`net.backbone.`). `without_prefix` removes what precedes the name of the patch embedding.
+`net.backbone.`). `without_prefix` removes everything before the patch embedding's name.
 """
 
 import re
@@ -283,7 +283,7 @@ _DINO = WeightsLayout(
     sign=r"(dino_)?head\.last_layer\..*",
     dropped=("head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "mask_token"),
 )
-"""The layout of DINO's training: timm's names and projection heads."""
+"""The layout of DINO's training checkpoints: timm's names and projection heads."""
 
 LAYOUTS = {
     layout.name: layout

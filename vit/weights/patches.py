@@ -3,7 +3,7 @@
 1. Resample the filters so that resized patches keep their embeddings (FlexiViT, arXiv 2212.08013,
    section 3.3; timm's `resample_patch_embed`).
 2. Sum the filters of the color channels, so that a gray image has the embedding of the color image
-   with three equal channels (timm's `adapt_input_conv`).
+   with three identical channels (timm's `adapt_input_conv`).
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ def fit_patches(source: dict[str, Tensor], target: Mapping[str, Tensor], model: 
     channels, *new = target[name].shape[1:]
     notes = []
     if old != new and first == "patch_embed.proj":
-        # Multiply by the pseudo-inverse of the resize of images, so that a token stays equal if
-        # the image is enlarged with its patches (FlexiViT, arXiv 2212.08013).
+        # Multiply by the pseudo-inverse of the image resize, so that a token stays the same if the
+        # image is enlarged with its patches (FlexiViT, arXiv 2212.08013).
         resize = F.interpolate(
-            torch.eye(old[0] * old[1]).unflatten(1, (1, *old)),  # each pixel alone
+            torch.eye(old[0] * old[1]).unflatten(1, (1, *old)),  # one image for each pixel
             new,
             mode="bicubic",
             antialias=True,

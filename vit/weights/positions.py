@@ -41,9 +41,10 @@ def readings(
 ) -> list[PositionReading]:
     """List the possible meanings of the source's positions, the most likely first; [] if none fits.
 
-    If the file states a grid, no other grid is possible. Otherwise the model's own number of prefix
-    tokens with positions precedes that of other models (DeiT III's tokens have none), as in timm.
-    The model's own grid precedes a square, which most published weights have.
+    If the file states a grid, no other grid is possible. Otherwise, as in timm, the model's own
+    number of prefix tokens with positions comes before those of other models (DeiT III's tokens
+    have no positions). The model's own grid comes before a square, which most published weights
+    have.
 
     Args:
         source, target: State dicts of the file and the model, with `pos_embed`.

@@ -32,7 +32,7 @@ class View:
     squash: bool
     """Whether images are resized to exactly `cover`, which changes their aspect ratio."""
     interpolation: str
-    """`bicubic` or `bilinear`, with antialiasing."""
+    """The interpolation, `bicubic` or `bilinear`, with antialiasing."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """`mean` and `std` per channel, for images scaled to [0, 1]."""
@@ -261,7 +261,7 @@ def timm_config(subject: ProgramModel) -> dict[str, Any]:
         "num_classes": subject.num_classes,
     }
 
-    own = getattr(subject.model, "pretrained_cfg", None)  # timm's models name their layers
+    own = getattr(subject.model, "pretrained_cfg", None)  # timm's models state these names
     head = ["head", "head_dist"] if subject.config.model.dist_token else "head"
     for key, value in (("first_conv", "patch_embed.proj"), ("classifier", head)):
         settings[key] = own.get(key) if own else value
@@ -380,7 +380,8 @@ def huggingface_configs(subject: ProgramModel) -> dict[str, dict[str, Any]]:
 
     height, width = view.size
     cover_h, cover_w = view.cover
-    # ViT's image processor can only squash. CLIP's can crop the center, and works with any model.
+    # ViT's image processor can only squash. CLIP's image processor can crop the center, and works
+    # with any model.
     processor = {
         "image_processor_type": "ViTImageProcessor" if view.squash else "CLIPImageProcessor",
         "do_resize": True,

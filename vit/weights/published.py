@@ -129,7 +129,7 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     or_defaults: if a name without a tag is shared by several weights, use timm's default settings.
     """
     name = re.sub(r"^(hf[-_]hub:)?(timm/)?", "", full_name)
-    # The weights with exactly this name, or else those whose name differs only in a tag.
+    # Use the weights with exactly this name, or else those whose name differs only in a tag.
     rows = [row for row in (*KNOWN, *BIG_VISION) if row.name == name] or [
         row for row in KNOWN if row.name.partition(".")[0] == name
     ]
@@ -222,8 +222,9 @@ def _by_file_name(file: Path) -> KnownModel:
 def _named_by(text: str) -> KnownModel | None:
     """Return the model named by a file or folder name; None if the name has another form.
 
-    A name that the table contains with its tag comes first, then the whole name, as other programs
-    or timm give it, and last a name of the table without a tag, which may be ambiguous.
+    A name that the table contains with its tag is tried first. The entire name is tried next, as a
+    name in other programs or timm. A name from the table without its tag is tried last, because it
+    may be ambiguous.
     """
     full_name = _longest_prefix(text, [row.name for row in KNOWN])
     if full_name:
@@ -307,9 +308,10 @@ _MADE_WITH = {
 
 
 def in_our_terms(made_with: Mapping[str, Any]) -> dict[str, Any]:
-    """Return timm's arguments of a plain ViT with our values of pooling and activation.
+    """Return timm's arguments for a plain ViT, with this project's names for pooling and
+    activation.
 
-    An argument that asks for another function keeps its name, so that it is refused.
+    An argument that selects a different function keeps its name, so that it is refused.
     """
     pool, fc_norm, activation = map(made_with.get, ("global_pool", "fc_norm", "act_layer"))
     known = {

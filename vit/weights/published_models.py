@@ -81,8 +81,8 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     return fields
 
 
-# Name, crop_pct, top-1, top-5, and the authors' file, where `*` stands for the name without its
-# tag.
+# The columns are name, crop_pct, top-1, top-5, and the authors' file, where `*` stands for the name
+# without its tag.
 _TIMM_ROWS = """
 vit_tiny_patch16_224.augreg_in21k_ft_in1k  0.9 75.452 92.858
 vit_small_patch16_224.augreg_in1k          0.9 78.842 94.280
@@ -114,9 +114,9 @@ deit3_huge_patch14_224.fb_in1k             0.9 85.204 97.364 deit_3_huge_224_1k.
 deit3_huge_patch14_224.fb_in22k_ft_in1k    1.0 87.180 98.264 deit_3_huge_224_21k_v1.pth
 """
 
-# File, model, input side, resized side, interpolation, top-1, top-5. MAE's util/datasets.py and
-# torchvision's presets.py use ImageNet's mean and standard deviation. MAE's models_vit.py averages
-# the patches before the norm.
+# The columns are file, model, input side, resized side, interpolation, top-1 and top-5. MAE's
+# util/datasets.py and torchvision's presets.py use ImageNet's mean and standard deviation. MAE's
+# models_vit.py averages the patches before the norm.
 _OTHER_ROWS = """
 mae_finetuned_vit_base.pth     vit_b16 224 256 bicubic  83.664 96.530
 mae_finetuned_vit_large.pth    vit_l16 224 256 bicubic  85.952 97.570

@@ -4,9 +4,9 @@
     header         JSON: type, shape and data offsets of each tensor; and `__metadata__`
     data           tensors in little-endian order, without gaps
 
-The safetensors package writes the same bytes in one call. But a hash would then require reading the
-file again, and a writer thread would hold the global interpreter lock (GIL). This module writes the
-file in pieces, and releases the GIL while it hashes or writes a piece.
+The safetensors package writes the same bytes in one call. However, a hash would then require
+reading the file again, and a writer thread would hold the global interpreter lock (GIL). This
+module writes the file in pieces, and releases the GIL while it hashes or writes a piece.
 
 A sealed file stores its own hash in its metadata, so that a flipped bit is detected. The hash is
 the sha256 of the complete file with zeros in place of the hash. Other programs ignore this

@@ -155,7 +155,7 @@ def _with_defaults(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _resize_and_crop(content: dict[str, Any], size: tuple[int, int], path: Path) -> dict[str, Any]:
-    """Return `crop_mode` and `crop_pct`, with which this project gives images of `size`.
+    """Return `crop_mode` and `crop_pct`, with which this project produces images of `size`.
 
     transformers resizes the shortest edge and then crops the center ("center"), or resizes both
     sides, with or without a crop ("squash").

@@ -24,13 +24,13 @@ from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
-"""The number of image values to process together. On a CPU, they form one image of 224 x 224
-pixels, which stays in the cache between operations (docs/experiments/). On a GPU, they form 891
-such images, which fit in memory next to a model."""
+"""The number of image values to process together. On a CPU, this is the size of one image of 224 x
+224 pixels, which stays in the cache between operations (docs/experiments/). On a GPU, this is the
+size of 891 such images, which fit in memory next to a model."""
 
 
 def rows_at_once(images: Tensor) -> int:
-    """Return how many of `images` (B, C, H, W) are processed together."""
+    """Return how many of `images` (B, C, H, W) to process together."""
     values = CPU_VALUES if images.device.type == "cpu" else GPU_VALUES
     return max(1, values // images[0].numel())
 
@@ -40,7 +40,7 @@ class Augment:
 
     A call runs `change` and then `finish`. The host time of `change` does not depend on the number
     of images, so the trainer calls it once for all micro-batches of a step. `finish` returns
-    float32 images, which take four times the memory, so the trainer calls it per micro-batch.
+    float32 images, which take four times the memory, so the trainer calls it for each micro-batch.
 
     Evaluation only calls `normalize`.
 
@@ -108,8 +108,8 @@ class Augment:
         return out
 
     def change_batch(self, batch: Any) -> Any:
-        """Return `batch` with images processed by `change`; used as `on_device` of
-        `vit.data.loader.Loader`."""
+        """Return `batch` with images processed by `change`. `vit.data.loader.Loader` calls this
+        method as `on_device`."""
         return replace(batch, images=self.change(batch.images, batch.table))
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

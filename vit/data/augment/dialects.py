@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
     """The random numbers for one operation on n images of `size`."""
 
     strength: Tensor
-    """(n, 1) float32."""
+    """The strengths of the operation, (n, 1) float32."""
     place: Tensor
     """(n, 2) float32 in [0, 1): the relative x and y position of the cutout; zeros for sets without
     cutout."""
@@ -69,7 +69,7 @@ def _by_factor(kind: Kind, factor: Callable[[Tensor], Tensor]) -> Op:
     return Op(kind, lambda drawn: (factor(drawn.strength),))
 
 
-# --- matrices: a to f of `pixel_ops.affine`, content counter-clockwise, left and up ---------------
+# --- matrices (a to f) of `pixel_ops.affine`: content turns counterclockwise, moves left and up ---
 
 Matrix = tuple[Tensor | float, ...]
 
@@ -102,7 +102,7 @@ def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    # A rounding difference can change a level, so use double precision like the source.
+    # A rounding difference can change a level, so use double precision, as the source does.
     return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
@@ -292,7 +292,7 @@ _THREE_AUGMENT: dict[str, Op] = {
     "blur": Op(Kind.BLUR, lambda drawn: pixel_ops.box_weights(drawn.strength)),
 }
 
-# --- color jitter: strengths are factors, for hue turns of the color wheel ------------------------
+# --- color jitter: strengths are factors or, for hue, turns of the color wheel --------------------
 
 _COLOR_JITTER: dict[str, Op] = {
     "brightness": _by_table(lambda x, s: x * s),

@@ -6,9 +6,9 @@ crop for the decoder and one row of a small float table (B, K), the augmentation
 columns). Mixing depends on (seed, position) and on groups, pairs or rows of the *global* batch.
 Augmentation therefore does not depend on the number of ranks, workers or devices.
 
-Published random numbers never change. `tests/data/augment/golden_draws.json` contains the random
-numbers of the recipes. New random numbers need a new constant below. The length of an operation set
-affects the random numbers, so a new operation needs a new set.
+Published random numbers never change. `tests/data/augment/golden_draws.json` contains the recipes'
+random numbers. New random numbers need a new constant below. The length of an operation set affects
+the random numbers, so a new operation needs a new set.
 """
 
 import math
@@ -120,7 +120,7 @@ def draw_crops(
 def _random_resized_crops(
     config: AugmentConfig, keys: NDArray[np.uint64], widths: NDArray, heights: NDArray
 ) -> NDArray[np.int64]:
-    """Draw the crops of Szegedy et al. 2015 with the details of torchvision.
+    """Draw the crops of Szegedy et al. 2015 with torchvision's details.
 
     As in RandomResizedCrop (transforms/v2/_geometry.py), up to ten boxes are drawn, with uniform
     area and log-uniform aspect, and rounded to pixels. If no box fits, the crop is the largest
@@ -165,8 +165,8 @@ def _simple_crops(
     starts = []
     crops = []
     shifts = []
-    # For x and y: the stored side, the side of the view, and the resized side if the other side of
-    # the image equals that of the view.
+    # For x and y: the stored side, the side of the view, and the resized side if the image's other
+    # side is resized to the view's other side.
     axes = ((w, width, np.floor(w * height / h)), (h, height, np.floor(h * width / w)))
     for axis, (stored, side, resized) in enumerate(axes):
         covered = np.maximum(resized, side)
@@ -326,7 +326,7 @@ def _draw_erasing(
 
 
 def _draw_noise(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[NDArray]:
-    """Draw the columns for the fill of the erased box; see `TableLayout.num_noise`."""
+    """Draw the columns that define the fill of the erased box; see `TableLayout.num_noise`."""
     if config.erasing_mode == "rand":
         u1, u2 = (uniform(keys[:, None], _ERASE, i, np.arange(3)) for i in (5, 6))
         return list(_normal(u1, u2).T)
@@ -408,7 +408,7 @@ def draw_mix(
 def _mix_keys(
     config: AugmentConfig, seed: int, position: int, first_row: int, partner: NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """Return the key of each row's mixing, (B,), which its group, pair or row determines.
+    """Return the key for mixing each row, (B,), which its group, its pair or the row determines.
 
     Keys are computed from rows of the global batch, so they do not depend on ranks and workers.
     """
@@ -427,7 +427,8 @@ def _draw_cut(
 ) -> list[NDArray[np.float64]]:
     """Draw CutMix's boxes around random pixels: top, bottom, left and right, each (B,).
 
-    Before a box is clipped at the border of the image, `share_outside` of the area is outside.
+    `share_outside` is the fraction of the image's area that is outside a box before the box is
+    clipped at the image border.
     """
     cut = np.sqrt(1.0 - share_outside)
     borders = []

@@ -2,12 +2,12 @@
 
 Levels are integers 0..255. Images (B, C, H, W) and lookup tables (B, C, 256) are uint8 or float32,
 as each docstring states. Arguments are (B, 1, 1, 1) float32. `to_levels` clamps to 0..255 and
-truncates fractions like Pillow, so operations that round must round before that call. Operations
-draw no random numbers, do not wait for the device and do not branch on values, so rows do not
-affect each other.
+truncates fractions, as Pillow does, so operations that round must round before that call.
+Operations draw no random numbers, do not wait for the device and do not branch on values, so rows
+do not affect each other.
 
-On a CPU, results equal Pillow's exactly unless a docstring states a difference. On a GPU, results
-may differ by one level where the exact result is an integer.
+On a CPU, results are identical to Pillow's unless a docstring states a difference. On a GPU,
+results may differ by one level where the exact result is an integer.
 """
 
 from functools import lru_cache
@@ -97,7 +97,7 @@ def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
     """Write lookup tables that equalize each channel's histogram into `out` (B, C, 256) uint8.
 
-    Rounds like Pillow (PIL/ImageOps.py, equalize).
+    Rounding is the same as in Pillow (PIL/ImageOps.py, equalize).
 
     Args:
         levels: The levels (B, C, H * W) int64.
@@ -172,16 +172,15 @@ def _added(images: Tensor) -> Tensor:
 
 
 def _pooled(images: Tensor) -> Tensor:
-    """Return the same sums as `_added`. The results are exactly equal, because the levels are
-    integers."""
+    """Return the same sums as `_added`. The sums are identical, because the levels are integers."""
     return F.avg_pool2d(images, 3, stride=1, divisor_override=1)
 
 
 def hue(images: Tensor, turns: Tensor) -> Tensor:
     """Rotate hues by `turns` of the color wheel (-0.5..0.5), without changing value and saturation.
 
-    Differs by at most one level from torchvision's result on tensors (adjust_hue_image in
-    transforms/v2/functional/_color.py). Pillow has only 256 hues.
+    The result differs by at most one level from torchvision's result on tensors (adjust_hue_image
+    in transforms/v2/functional/_color.py). Pillow has only 256 hues.
     """
     red, green, blue = images.split(1, 1)
     value = images.amax(1, keepdim=True)
@@ -200,7 +199,7 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
     turned = sixths + 6.0 * turns
     distances = (turned + _constant((5.0, 3.0, 1.0), torch.float32, images.device)).remainder_(6.0)
     taken = torch.minimum(distances, 4.0 - distances).clamp_(0.0, 1.0)
-    return (value - chroma * taken) * (255.999 / 255.0)  # scale to levels like torchvision
+    return (value - chroma * taken) * (255.999 / 255.0)  # scale to levels as in torchvision
 
 
 def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,8 +224,8 @@ def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
     """Blur three times along each axis with `box_weights`, and round after each pass.
 
-    Differs from Pillow by up to three levels at a few radii, such as 1, because sums fall halfway
-    between two levels.
+    The result differs from Pillow's by up to three levels at a few radii, such as 1, because sums
+    fall halfway between two levels.
     """
     for axis in (3, 2):
         size = images.shape[axis]
@@ -264,8 +263,8 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = No
     """Sample output pixel (x, y) at the point that `matrix` (B, 6) maps it to.
 
     Points outside the image get `fill` (B, C, 1, 1). Interpolates float32 images bilinearly, with
-    coordinates relative to the center. Differs from Pillow by at most one level. out: tensor for
-    the result; may be `images`.
+    coordinates relative to the center. The result differs from Pillow's by at most one level. out:
+    the tensor for the result, which may be `images`.
     """
     height, width = images.shape[-2:]
     at = _mapped(matrix, _from_center(width, images.device), _from_center(height, images.device))
@@ -292,7 +291,7 @@ def affine_nearest(
 ) -> Tensor:
     """Warp like `affine`, but take the nearest pixel, with coordinates relative to the first pixel.
 
-    Accepts images of any dtype. Rounds halves away from 0 like TensorFlow's
+    Accepts images of any dtype. Halves are rounded away from 0, as in TensorFlow's
     ImageProjectiveTransformV3.
     """
     height, width = images.shape[-2:]

@@ -1,4 +1,4 @@
-"""The policies of AutoAugment (Cubuk et al. 2019): 25 pairs of operations.
+"""The policies of AutoAugment (Cubuk et al. 2019), each with 25 pairs of operations.
 
 Each operation has a probability and a strength. `vit.data.augment.draw` draws one pair per image.
 torchvision (transforms/autoaugment.py, `_get_policies`) and timm (data/auto_augment.py,
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vit.data.augment.table import AUTO_AUGMENT_SETS, OP_NAMES
 
-# Each line is a pair of operations, each with its probability and its strength, if it has one.
+# Each line is a pair of operations. An operation has a probability and possibly a strength.
 _IMAGENET = """
 posterize .4 8, rotate .6 9
 solarize .6 5, auto_contrast .6

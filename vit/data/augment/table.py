@@ -80,8 +80,8 @@ OP_NAMES: dict[str, tuple[str, ...]] = {
     "three_augment": ("grayscale", "solarize", "blur"),
     "color_jitter": ("brightness", "contrast", "saturation", "hue"),
 }
-"""The operation sets, with the order and length of their sources. A set must never change, because
-that would change the random numbers. Sources of RandAugment: timm/data/auto_augment.py
+"""The operation sets, whose order and length are those of their sources. A set must never change,
+because that would change the random numbers. Sources of RandAugment: timm/data/auto_augment.py
 (`_RAND_INCREASING_TRANSFORMS`, `_RAND_TRANSFORMS`), torchvision/transforms/autoaugment.py,
 big_vision/pp/autoaugment.py. AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT
 III. Color jitter: torchvision."""

@@ -169,11 +169,11 @@ def decode_center(
     """Return the evaluation view: resize the image as `view` specifies, and crop its center to
     `size`.
 
-    Pixels equal those of torchvision's `v2.Resize` and `v2.CenterCrop` on a tensor. If
-    `view.resizer` is pillow, they equal those of torchvision and timm's `create_transform` on a
-    Pillow image. For a JPEG, only the visible part is decoded. With `view.apply_exif`, the image is
-    first rotated upright. Returns (channels, height, width) uint8. Raises ValueError in the same
-    cases as `decode_box`.
+    The pixels are the same as those of torchvision's `v2.Resize` and `v2.CenterCrop` on a tensor.
+    If `view.resizer` is pillow, they are the same as those of torchvision and timm's
+    `create_transform` on a Pillow image. For a JPEG, only the visible part is decoded. With
+    `view.apply_exif`, the image is first rotated upright. Returns (channels, height, width) uint8.
+    Raises ValueError in the same cases as `decode_box`.
     """
     data = upright(data, channels) if view.apply_exif else data
     try:
@@ -244,7 +244,7 @@ def _plan_line(
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
 
     if can_stop and stop != first + cropped:  # torch only copies lines of unchanged length
-        # torch inverts its scale argument. The inverse must exactly equal the scale that torch
+        # torch inverts its scale argument. The inverse must be exactly the scale that torch
         # computes without the argument. For one line in eight, no such number exists.
         near = resized / original
         for inverse in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)):

@@ -1,4 +1,4 @@
-"""Read image files, and recognize them by suffix or by first bytes.
+"""Read image files, and recognize them by their suffix or first bytes.
 
 `vit.data.decode.images` decodes the bytes. This module does not import torch.
 """

@@ -7,13 +7,13 @@ requested window. The decoders are tried in this order: the optional C decoder
 JPEGs that simplejpeg rejects. Files that are programs, such as EPS, are not accepted. All decoders
 produce the same pixels.
 
-Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transparency is dropped
-without blending, palettes are resolved, CMYK is interpreted like Adobe's, and color profiles are
-ignored. There are two exceptions, because clipping would ruin the image. First, 12-bit and 16-bit
-gray values are scaled down to 8 bits, according to the bit depth that the file states. (Pillow
-reads only the upper 8 bits of 16-bit colors.) Second, 32-bit integers and floats are rejected,
-because their range is unknown. Only the first frame of an animation is used. EXIF orientation is
-ignored, as in all published results, except that Pillow rotates TIFFs.
+Colors are the same as those of `Image.convert("RGB")`, as in torchvision and timm. Transparency is
+dropped without blending, palettes are resolved, CMYK is interpreted as in Adobe's files, and color
+profiles are ignored. There are two exceptions, because clipping would ruin the image. First, 12-bit
+and 16-bit gray values are scaled down to 8 bits, according to the bit depth that the file states.
+(Pillow reads only the upper 8 bits of 16-bit colors.) Second, 32-bit integers and floats are
+rejected, because their range is unknown. Only the first frame of an animation is used. EXIF
+orientation is ignored, as in all published results, except that Pillow rotates TIFFs.
 
 The size in the header is compared with `MAX_PIXELS` before memory is allocated. Pillow's decoder
 uses 1 to 4 bytes of memory per pixel. Apart from this memory, only the requested pixels are
@@ -149,8 +149,9 @@ def _is_misread(image: ImageFile.ImageFile) -> bool:
 def _formats() -> tuple[str, ...]:
     """Return the FORMATS that this Pillow supports, plus HEIF if pillow-heif is installed."""
     Image.init()
-    # libtiff prints lines to stderr that name no file. Pillow has no switch for it, and raises an
-    # exception anyway. A Pillow that is linked statically does not show these functions.
+    # libtiff prints messages to stderr that name no file. Pillow raises an exception anyway, but
+    # cannot turn these messages off. A statically linked Pillow does not export the functions
+    # below.
     with suppress(AttributeError):
         libtiff = ctypes.CDLL(_imaging.__file__)
         libtiff.TIFFSetErrorHandler(None)
@@ -164,7 +165,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _why_not(data: bytes, error: Exception) -> str:
-    """Return the reason why Pillow cannot open `data`; for an unexpected error, its own text."""
+    """Return the reason why Pillow cannot open `data`, or the text of an unexpected error."""
     if not data:
         return "0 bytes"
     if data.startswith(b"\xff\xd8"):
@@ -190,10 +191,11 @@ def _why_not(data: bytes, error: Exception) -> str:
 
 
 def _begun_format(head: bytes) -> str:
-    """Return the name of the format of a file that begins with `head`, or ""."""
+    """Return the format name of a file that begins with `head`, or "" if it is unknown."""
     for name in _formats():
         _, accepts = Image.OPEN[name]
-        # Without a signature, a format accepts everything, and a text means a missing codec.
+        # A format without a signature has no check. If the check returns a text, a codec is
+        # missing.
         if accepts is not None and accepts(head.ljust(16, b"\0")) is True:
             return name
     return ""
@@ -254,7 +256,7 @@ def _reasons() -> Iterator[None]:
     except Exception as error:
         # Pillow's plugins raise OSError, SyntaxError, RuntimeError, TypeError and others.
         reason = str(error) or type(error).__name__
-        if reason.startswith("decoder error"):  # a number of the C code
+        if reason.startswith("decoder error"):  # an error number from C code
             reason = f"the pixels are damaged ({reason})"
         raise ValueError(reason) from None
 
@@ -283,7 +285,7 @@ def _converted(image: Image.Image, mode: str, levels: Pixels | None) -> Image.Im
 
 
 def _gray_levels(image: Image.Image) -> Pixels | None:
-    """Return the 8-bit level of each value of a 16-bit gray image; None for other images.
+    """Return the 8-bit level of each value in a 16-bit gray image; None for other images.
 
     PNG's chunk sBIT does not matter, because encoders scale values of fewer bits up (RFC 2083,
     9.1). Pillow scales the values of JPEG 2000 and PGM.
@@ -400,7 +402,7 @@ def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
     try:
         header = read_header(data)
     except ValueError:
-        # Not a JPEG, or a JPEG with extra bytes between headers, which libjpeg would skip.
+        # This is not a JPEG, or a JPEG with extra bytes between headers, which libjpeg would skip.
         return None
 
     try:
@@ -440,7 +442,7 @@ def undecodable(data: bytes, reason: ValueError) -> ValueError:
 
 
 def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] | None) -> None:
-    """Raise ValueError if the size differs from the index, or if the crop is not in the image."""
+    """Raise ValueError if the size is not the expected one, or if the crop is not in the image."""
     left, top, width, height = box
     if expected is not None and expected != actual:
         raise ValueError(

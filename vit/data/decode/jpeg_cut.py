@@ -140,8 +140,8 @@ def _copy_tiles(
     Args:
         grid: The number of rows and of columns of tiles in the image.
         tile_size: The (width, height) of a tile in pixels.
-        rows, columns: The tiles to copy.
-        cut_size: The (width, height) of these tiles together in pixels.
+        rows, columns: The rows and columns of the tiles to copy.
+        cut_size: The total (width, height) of these tiles in pixels.
     """
     markers = _restart_markers(data, header.scan_offset)
     if len(markers) != math.prod(grid) - 1:
@@ -185,5 +185,5 @@ def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
     numbers = codes[at + 1] ^ 0xD0
     is_restart = numbers < 8
     at = at[is_restart]
-    in_turn = bytes(range(8)) * (len(at) // 8 + 1)  # 0 to 7, again and again
+    in_turn = bytes(range(8)) * (len(at) // 8 + 1)  # 0 to 7, repeated
     return at + scan_offset if in_turn.startswith(numbers[is_restart].tobytes()) else at[:0]

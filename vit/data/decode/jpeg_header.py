@@ -64,7 +64,7 @@ class JpegHeader(NamedTuple):
     def mcu_size(self) -> tuple[int, int]:
         """The (width, height) in pixels of an MCU, the unit of the entropy-coded data.
 
-        Valid only if `is_one_scan`.
+        The value is valid only if `is_one_scan` is true.
         """
         if self.num_components == 1:
             return 8, 8
@@ -82,7 +82,7 @@ def read_header(data: bytes) -> JpegHeader:
         raise ValueError("no JPEG")
 
     frame = None
-    orientation, restart_interval, frame_offset = 1, 0, 0  # if their segments are missing
+    orientation, restart_interval, frame_offset = 1, 0, 0  # defaults for missing segments
     try:
         for marker, position, end in _segments(data):
             if marker in FRAMES:

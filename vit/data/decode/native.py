@@ -2,7 +2,7 @@
 
 The decoder (`vit/data/decode/c/window.c`) takes the bytes of a JPEG and a window, and reads only
 the window's data, or all data before the end of the window if there are no restart markers. The
-pixels exactly equal those of simplejpeg (libjpeg-turbo). For an unsupported JPEG (progressive,
+pixels are identical to those of simplejpeg (libjpeg-turbo). For an unsupported JPEG (progressive,
 CMYK, damaged, ...), the decoder returns a status, within microseconds if the headers show the
 reason. The caller then uses simplejpeg. The decoder releases the GIL.
 
@@ -130,7 +130,8 @@ def stamp_of(sources: Path) -> str:
 
 
 def _decodes_correctly(library: ctypes.CDLL) -> bool:
-    """Compare a window of a small image, without and with restart markers, with simplejpeg's."""
+    """Return whether a window of a small image is the same as simplejpeg's, without and with
+    restart markers."""
     y, x = np.mgrid[:50, :150]
     image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
     plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
@@ -151,7 +152,8 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 
 
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    """Return the library, or None and the reason, which is None if the user turned it off."""
+    """Return the library, or None and the reason, which is None if the user disabled the
+    library."""
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
 

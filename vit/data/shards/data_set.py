@@ -235,7 +235,7 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
     layout: the members that contain image and label. If the folder is read-only, the index is not
     saved, so it is rebuilt every time. Such an index has no checksums, because computing them would
     require reading all images. Returns (num_samples,) INDEX_DTYPE, memory-mapped. Raises ShardError
-    like `rows_of_tars`.
+    in the same cases as `rows_of_tars`.
     """
     path = root / f"{split}.index.npy"
     may_write = os.access(root, os.W_OK)

@@ -143,10 +143,10 @@ def make_info(
     Args:
         splits: The shard file names of each split, in order.
         sidecars: Maps file names to sidecars.
-        source, options: The origin of the data, recorded unchecked.
+        source, options: The origin of the data, which is recorded without checks.
         class_names: The name of each label, or [] if unknown.
     """
-    # Equal data sets must give identical files, so keep the order of keys.
+    # Identical data sets must give identical files, so keep the order of keys.
     described = {}
     for split, names in splits.items():
         lengths = [sidecars[name]["num_samples"] for name in names]

@@ -50,7 +50,8 @@ RETRYABLE_ERRNOS = {
 
 
 class LocalTars:
-    """The shards of a split in a folder. Thread-safe. File descriptors are not pickled."""
+    """The shards of a split in a folder. The object is thread-safe. File descriptors are not
+    pickled."""
 
     cached = None
     store = None

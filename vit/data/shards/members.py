@@ -40,7 +40,8 @@ INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 class InvalidSample(ValueError):
-    """The error for a sample that does not match the layout, without the sample's name."""
+    """The error for a sample that does not match the layout. The message lacks the sample's
+    name."""
 
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
@@ -63,7 +64,7 @@ class SampleLayout:
 
     @classmethod
     def recorded(cls, options: Mapping[str, Any], class_names: Sequence[str]) -> Self:
-        """Return the layout with these `options()`. class_names: class names of the data set."""
+        """Return the layout with these `options()`. class_names: the data set's class names."""
         values = {
             key: options[key] for key in ("image", "label", "keys_with_dots") if key in options
         }
@@ -221,7 +222,7 @@ def _possible_labels(
     """Return which of `values` may be the label, and which are valid labels.
 
     A valid label is an integer or a class name. Possible labels are members and fields named in
-    LABEL_WORDS, or else all valid labels.
+    LABEL_WORDS or, if there are none, all valid labels.
     """
     valid_labels = {
         label
@@ -271,7 +272,7 @@ _ABSENT = object()
 
 
 def _json_field(data: bytes, suffix: str, field: str) -> object:
-    """Return the value of a field, such as `label` or `annotation.label`."""
+    """Return the value of a JSON field, such as `label` or `annotation.label`."""
     try:
         content = json.loads(data)
     except ValueError as error:
@@ -293,7 +294,7 @@ def _json_field(data: bytes, suffix: str, field: str) -> object:
 
 
 def as_integer(value: object) -> int | None:
-    """Return a label that is a number or the text of a number, else None.
+    """Return the label if it is an integer or the text of an integer, else None.
 
     Accepts 3.0, because tables with missing values are often exported with 3.0 instead of 3.
     """

@@ -57,7 +57,7 @@ class Store(Protocol):
 
 
 class TarReader(Protocol):
-    """The shards of a split. Thread-safe, and can be forked and pickled."""
+    """The shards of a split. The object is thread-safe, and can be forked and pickled."""
 
     @property
     def read_ahead_batches(self) -> int:
@@ -105,7 +105,7 @@ class CachedReader(TarReader, Protocol):
     block_samples: int
     """The number of samples in a block."""
     stored_bytes: int
-    """The size of all shards."""
+    """The size of all shards in bytes."""
 
     @property
     def folder(self) -> object:
@@ -131,13 +131,13 @@ class Storage(Protocol):
     """Whether shards in a folder are read through a cache too."""
 
     def open_store(self, url: str) -> Store:
-        """Return the files at `url`, without a request."""
+        """Return the files at `url`, without sending a request."""
 
     def open_cache(self) -> None:
         """Open the cache. Raises ShardError if its folder cannot be used."""
 
     def fetch_index(self, store: Store, split: str) -> Path:
-        """Return the path of the index of `split` in the cache. Raises ShardError."""
+        """Return the path of the index for `split` in the cache. Raises ShardError."""
 
     def open_tars(
         self,
@@ -147,7 +147,7 @@ class Storage(Protocol):
         index: np.ndarray,
         firsts: list[int],
     ) -> TarReader:
-        """Return a reader of the shards `filenames` through the cache.
+        """Return a reader that reads the shards `filenames` through the cache.
 
         Args:
             folder: The folder or store that contains the shards.

@@ -120,7 +120,7 @@ class Split:
     ) -> tuple[bytes, str]:
         """Return the bytes of a sample, and a description of the problem ("" if none).
 
-        checksum: 0 if unknown.
+        checksum: the expected checksum, 0 if unknown.
         """
         try:
             if checksum:

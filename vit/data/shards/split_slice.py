@@ -67,11 +67,11 @@ def _between(start: float, stop: float, total: int) -> tuple[int, int]:
 
 
 class SplitSlice(Split):
-    """The samples of a split between two percentages. Takes 1 to 8 bytes per sample per process."""
+    """The samples of a split between two percentages. A slice takes 1 to 8 bytes per sample in each
+    process."""
 
     def __init__(self, whole: Split, name: str):
-        """name: split name with percentages, see `parse_name`. Raises ShardError if the slice is
-        empty."""
+        """Select the samples. name: see `parse_name`. Raises ShardError if the slice is empty."""
         _, start, stop = parse_name(name)
         assert start is not None, f"{name} is a whole split"
         total = whole.num_samples

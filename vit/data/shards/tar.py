@@ -269,7 +269,7 @@ def scan_tar(
 
 
 def _describe_unfit(survey: Survey) -> str:
-    """Describe the first sample that does not fit, and count all of them."""
+    """Describe the first sample that does not match the layout, and count all such samples."""
     first = survey.unfit[0]
     return (
         f"sample {first.key!r} {first.reason} ({len(survey.unfit):,} of"
@@ -279,7 +279,7 @@ def _describe_unfit(survey: Survey) -> str:
 
 def _advice_on_order(path: Path, survey: Survey) -> str:
     """Return advice for a tar whose members are grouped by suffix, or "" for any other tar."""
-    # A key that begins several unfit samples, each with another member, is at several places.
+    # If a key begins several unfit samples with different members, its members are not adjacent.
     places = {(left.key, left.name) for left in survey.unfit}
     num_places = Counter(key for key, _ in places)
     keys = [left.key for left in survey.unfit if num_places[left.key] > 1]

@@ -140,7 +140,7 @@ def walk(
     """Yield the members of the tar in bytes [start, stop) in order. Raises TarDamaged.
 
     Args:
-        stop: None for a stream, which is read up to its end mark.
+        stop: The end of the tar, or None for a stream, which is read up to its end mark.
         needs_end: Raise an error if the end mark is missing.
     """
     headers = _Headers(read, start, stop)
@@ -203,7 +203,7 @@ class _Headers:
         self._previous = start - 2 * CLOSE_BYTES
         self._ahead = b""
         self._ahead_at = start
-        """The position of `_ahead`, the bytes of the last call."""
+        """The position of `_ahead`, which contains the bytes of the last call."""
 
     def at(self, position: int) -> bytes:
         """Return the header at `position`, or fewer bytes at the end. Positions never decrease."""
@@ -253,7 +253,7 @@ def _is_plain_file(block: bytes) -> bool:
     sum of its bytes, with the checksum field counted as spaces. The lower half of Adler-32 is that
     sum plus 1, modulo 65521. Raises ValueError if the checksum is not a number.
     """
-    # A type other than "0" (48), a size in binary, or a long name.
+    # The header has a type other than "0" (48), a size in binary, or a long name.
     needs_tarfile = block[156] != 48 or block[124] >= 128 or block[345] != 0
     if needs_tarfile:
         return False
@@ -281,16 +281,16 @@ def _expect_zeros(
 
 
 def _read_extension(kind: bytes, extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """Return the next member's name and size from an extension header. A value that the header
-    lacks stays `name` or `size`."""
+    """Return the next member's name and size from an extension header, or `name` and `size` for
+    values that the header lacks."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return extra.rstrip(b"\0").decode("utf-8", "surrogateescape"), size
     return _read_pax(extra, name, size) if kind == tarfile.XHDTYPE else (name, size)
 
 
 def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """Return the name and size from a pax header. A value that the header lacks stays `name` or
-    `size`."""
+    """Return the name and size from a pax header, or `name` and `size` for values that the header
+    lacks."""
     # An entry such as "18 path=photo.jpg\n" begins with its own length in bytes.
     while entry := re.match(rb"(?P<length>\d{1,5}) (?P<key>[^=]+)=", extra):
         length = int(entry["length"])

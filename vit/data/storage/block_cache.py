@@ -107,7 +107,7 @@ class BlockCache:
                 )
 
         self._refused_at_s = -TRY_AGAIN_S
-        with suppress(OSError):  # without the file, others ignore this limit
+        with suppress(OSError):  # without the file, other jobs ignore this limit
             weakref.finalize(self, os.close, self._announce_limit())
 
     # ---- reading ----

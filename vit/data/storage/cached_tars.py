@@ -45,7 +45,7 @@ and their shuffle windows."""
 ASK_AGAIN_S = 60.0
 """The time in seconds after a request before a process checks again whether the block is cached."""
 MAX_REQUESTED = 4096
-"""The maximum number of requested blocks that a process remembers. A full list is cleared."""
+"""The maximum number of requested blocks that a process remembers. A full record is cleared."""
 
 BEAT_S = 1.0
 """The interval in seconds at which a process that waits for a block updates its status in
@@ -106,7 +106,7 @@ def fetch_threads_per_process(num_processes: int) -> int:
 
 
 class CachedTars:
-    """The shards of a split, read through a cache. Can be forked and pickled like `Split`.
+    """The shards of a split, read through a cache. The object can be forked and pickled.
 
     The bytes of a sample begin at the end of the previous image, so they include the tar header and
     other members before the image.
@@ -335,7 +335,8 @@ class CachedTars:
     # ---- fetching ----
 
     def get(self, block: CacheBlock) -> Fetched:
-        """Fetch a block and verify its headers and checksums. A mismatch prevents storing it."""
+        """Fetch a block and verify its headers and checksums. After a mismatch, it is not
+        stored."""
         data = self.folder.read(
             self.filenames[block.shard], block.start, block.stop, self.versions[block.shard]
         )
@@ -356,7 +357,8 @@ class CachedTars:
         return Fetched(data, ends)
 
     def _reset(self) -> None:
-        """Reset the state of threads. A forked process inherits neither threads nor locks."""
+        """Reset the state that threads share. A forked process inherits neither threads nor
+        locks."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._num_threads = 0

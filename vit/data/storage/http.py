@@ -318,10 +318,10 @@ class WebFile(io.RawIOBase):
         self.version = now
 
     def _refusal(self, response: BaseHTTPResponse) -> Exception:
-        """Return the error to raise for a response without the file.
+        """Return the error to raise for a response that does not contain the file.
 
-        If the file has been read before, the error is temporary, because a token may just be in the
-        process of being renewed.
+        If the file has been read before, the error is temporary, because a token may be about to be
+        renewed.
         """
         reason = f"the server answers {response.status} {response.reason}"
         retry_after_s = _retry_after_s(response)
@@ -347,7 +347,7 @@ class WebFile(io.RawIOBase):
 
 
 class WebFolder:
-    """The files directly below `<url>/`. Thread-safe. Pickled as its URL."""
+    """The files directly below `<url>/`. The object is thread-safe, and is pickled as its URL."""
 
     def __init__(self, url: str, retry: RetryPolicy | None = None):
         self.url = url.rstrip("/")

@@ -1,9 +1,9 @@
 """Read and write object stores and all other URLs that fsspec supports: s3://, gs://, hf://, ftp://.
 
 Each call gets its client from fsspec, which caches clients per process. Calls are retried after
-temporary errors (`vit.system.retry`). Errors that a user can fix state the location, the reason and
-the remedy. Files are transferred completely or not at all. Reading a byte range also checks the
-version of the file.
+temporary errors (`vit.system.retry`). The messages of errors that a user can fix state the
+location, the reason and the remedy. Files are transferred completely or not at all. Reading a byte
+range also checks the version of the file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
 
 
 class ObjectStore:
-    """The files below `<url>/`, addressed by relative name. Thread-safe. Pickled as its URL.
+    """The files below `<url>/`, addressed by relative name.
+
+    The object is thread-safe, and is pickled as its URL.
 
     All methods raise Refused if the user can fix the error, ShardError if all retries failed,
     FileNotFoundError, and OSError for errors of this machine's disk.

@@ -139,7 +139,7 @@ class RemoteFolder:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
-        """Return the version of a file. Raises FileNotFoundError, ShardError.
+        """Return the version of a file. Raises FileNotFoundError and ShardError.
 
         while_waiting: see `RetryPolicy.call`.
         """
