@@ -1,16 +1,16 @@
-"""Benchmark training of a config: images/s, MFU, parts of the step, memory and loader.
+"""Benchmark the training of a config: images/s, MFU, parts of the step, memory and the loader.
 
     python launch/bench.py --config configs/vit_b16.yaml
     python launch/bench.py --config configs/vit_b16.yaml --data data/imagenet --out results
     torchrun --nproc_per_node=8 launch/bench.py --config configs/vit_l16.yaml train.compile=true
     python launch/bench.py --config configs/vit_b16.yaml --sweep
 
-No data are needed. The real training step runs on random batches, in eager mode and, on a GPU or
-with train.compile=true, compiled. The micro-batch is the config's and the largest that fits. If
-several micro-batches were measured, the last line proposes the fastest. If data.root can be opened,
-the loader is measured alone and together with the step. `--out` writes results, which
-launch/plan.py reads from benchmarks/results. No run folder is written. Exit status: 0, or 2 after a
-user mistake.
+No data are needed, because the real training step runs on random batches. The step is measured in
+eager mode and, on a GPU or with train.compile=true, also compiled. It is measured with the config's
+micro-batch size and with the largest size that fits in memory. If several sizes were measured, the
+last line proposes the fastest. If data.root can be opened, the loader is also measured, alone and
+together with the step. `--out` writes the results to a folder. launch/plan.py reads results from
+benchmarks/results. No run folder is written. Exit status: 0, or 2 after a user mistake.
 """
 
 import json
@@ -78,7 +78,7 @@ def main() -> World:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
+    """Parse the flags and the settings (`overrides`). Raises ValueError for invalid arguments."""
     parser = config_parser("python launch/bench.py", __doc__)
     parser.add_argument(
         "--data", metavar="ROOT", help="shards for the loader (default: the config's data.root)"

@@ -1,8 +1,8 @@
-"""Exit with one line if Python or torch is too old, or a package is not installed.
+"""Exit with a one-line message if Python or torch is too old, or a package is not installed.
 
 Every command in launch/ imports this file first, because later imports would fail with a confusing
 error on an old Python or torch. This file imports nothing from this project and runs on Python 3.7.
-A test compares its versions with pyproject.toml. Only rank 0 prints.
+A test compares the versions in this file with pyproject.toml. Only rank 0 prints the message.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ def _refuse(problem: str) -> None:
     """Exit with status 2. Only rank 0 prints the problem."""
     if os.environ.get("RANK", "0") == "0":
         print("error: " + problem, file=sys.stderr)
-        # torchrun prints this file at the end of its report.
+        # torchrun prints the contents of this file at the end of its report.
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": "error: " + problem, "timestamp": str(int(time.time()))}
             with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # `make demo` trains a ViT on handwritten digits with two DDP ranks, fine-tunes it at a higher
 # resolution, evaluates it on all images and writes a report. It needs no download, account or GPU.
-# Run it again to continue a stopped demo. `rm -rf runs/demo runs/demo_finetune` starts over. RANKS
-# is the number of ranks. The default for a single GPU is 1, because two ranks would train on the
-# CPU.
+# Run `make demo` again to continue a stopped demo. Remove both folders first (`rm -rf runs/demo
+# runs/demo_finetune`) to start over. RANKS sets the number of ranks. On a host with a single GPU,
+# the default is 1, because two ranks would train on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
-# torchrun would also set one thread per rank, but with a long note.
+# torchrun would also set one thread per rank, but it would print a long note.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 run() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
 

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint on every image at any resolution, or fine-tune it first.
+"""Evaluate a checkpoint on every image at any resolution, optionally after fine-tuning it.
 
     python launch/eval.py                                    the newest run under runs/
     python launch/eval.py runs/demo --image-size 48          interpolated positions, no training
@@ -9,24 +9,25 @@
     python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors \\
         --data /data/imagenet                                a model published by timm
 
-Every image of the split counts once, on any number of ranks. With --finetune, the flags below
-configure the fine-tuning, so --image-size is the training size. The command then prints the
-accuracy before fine-tuning at both sizes and after it, and compares the models image by image. Run
-the same command again to resume a fine-tuning that was stopped or killed.
+Every image in the split counts exactly once, with any number of ranks. With --finetune, the flags
+below configure the fine-tuning, so --image-size is the training size. The command then prints the
+accuracy before fine-tuning, at both image sizes, and after it. It also compares the models image by
+image. Run the same command again to resume fine-tuning that was stopped or killed.
 
 The sets in the run's `eval.sets` are also evaluated, unless --data or --split selects other images.
-Settings can add sets. If several checkpoints are given, a table compares each with the first, image
-by image, on the first checkpoint's sets (docs/evaluation.md).
+Settings on the command line can add further sets. If several checkpoints are given, a table
+compares each one with the first, image by image, on the first checkpoint's sets
+(docs/evaluation.md).
 
-`--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in
-percent, loss, ece (calibration error in points), top1_low and top1_high (the 95 % interval of
-top1), `sets` by name, and `note` if the data's
-classes differ from the model's. In `sets`, num_skipped is the number of images without a label. For
-several checkpoints, `checkpoints` is a list of such objects and `difference` a list of each
-checkpoint's differences from the first by set (see vit/training/metrics.py). --finetune adds
-`before`, `before_resized` (objects of this form) and `difference`, or `stopped` and `run` after a
-signal. Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a user mistake; 130
-interrupted.
+`--json` prints one object on stdout with these keys: num_images, correct_top1, correct_top5, top1
+and top5 in percent, loss, ece (the calibration error in percentage points), top1_low and top1_high
+(the 95 % interval of top1), `sets` (results by set name), and `note` if the data's classes differ
+from the model's. In `sets`, num_skipped is the number of images without a label. For several
+checkpoints, `checkpoints` is a list of such objects, and `difference` lists how each checkpoint
+differs from the first on each set (see vit/training/metrics.py). --finetune adds `before` and
+`before_resized`, which are objects of the same form, and `difference`. If a signal stops
+fine-tuning, the object has only `stopped` and `run`. Exit status: 0 done, or stopped and saved; 1 a
+bug, with its stack; 2 a user mistake; 130 interrupted.
 """
 
 import argparse
@@ -102,7 +103,8 @@ def _finetune(args: argparse.Namespace, device_setting: str, out: TextIO) -> Wor
 def _evaluate_all(
     args: argparse.Namespace, settings: dict[str, Any], world: World, out: TextIO
 ) -> list[Result]:
-    """Evaluate each checkpoint, or the newest run, on the images of the first checkpoint."""
+    """Evaluate each checkpoint, or the newest run, on the images that are used for the first
+    one."""
     if len(args.checkpoints) > 1:
         world.broadcast_from_main(lambda: _try_to_read(args.checkpoints))
 
@@ -144,12 +146,12 @@ def _try_to_read(paths: Sequence[str]) -> None:
 
 
 class _Subject(NamedTuple):
-    """The weights to evaluate. They are equal on all ranks."""
+    """The weights to evaluate. They are the same on all ranks."""
 
     loaded: LoadedWeights
     config: Config | None
     published: KnownModel | None
-    """The published model of these weights, known only on rank 0."""
+    """The published model that has these weights. It is known only on rank 0."""
     problem: str
     """The reason why there is no config. Without --finetune, a missing config is an error."""
 
@@ -157,9 +159,11 @@ class _Subject(NamedTuple):
 def _read(
     path: str, args: argparse.Namespace, root: str | None, split: str, world: World
 ) -> _Subject:
-    """Read the weights of a run or another program, to be evaluated on `split` of `root`.
+    """Read the weights of a run or another program, to evaluate them on the split `split` of
+    `root`.
 
-    path: "" for the newest run. Raises ValueError if there is no config and --finetune is not set.
+    path: the path of the weights, or "" for the newest run. Raises ValueError if there is no config
+    and --finetune is not set.
     """
     published: KnownModel | None = None
     problem = ""
@@ -188,7 +192,7 @@ def _read(
 def _read_on_main(
     path: str, args: argparse.Namespace, root: str | None, split: str
 ) -> tuple[LoadedWeights, KnownModel | None, str]:
-    """Return the weights, their published model if any, and why they lack a config, or ""."""
+    """Return the weights, their published model (or None), and why they have no config (or "")."""
     loaded = read_weights(
         path or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
     )
@@ -289,7 +293,7 @@ def _create_parser() -> Parser:
 def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line into flags, `checkpoints` and `overrides` (settings).
 
-    Raises ValueError for mistakes.
+    Raises ValueError for invalid arguments.
     """
     parser = _create_parser()
     args = parser.parse_intermixed_args(arguments)

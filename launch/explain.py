@@ -1,10 +1,10 @@
-"""Explain settings: effect, type, default, and the recipes that set them.
+"""Explain settings: their effects, types and defaults, and the recipes that set them.
 
     python launch/explain.py optim.lr
     python launch/explain.py optim              # all settings of a section
     python launch/explain.py layer_decay ema    # every key that contains one of the words
 
-Exit status: 0; 2 for a word that no key contains.
+Exit status: 0, or 2 if no key contains one of the words.
 """
 
 import sys
@@ -23,7 +23,7 @@ MOST_VALUES = 6
 
 
 def main() -> None:
-    """Run the command. Raises ValueError for a word that no key contains."""
+    """Run the command. Raises ValueError if no key contains one of the words."""
     parser = Parser("python launch/explain.py", __doc__)
     parser.add_argument("keys", nargs="+", metavar="KEY", help="a setting, a section or a word")
     unknown = []
@@ -38,8 +38,8 @@ def main() -> None:
 
 
 def matching(word: str) -> list[Setting]:
-    """Return the setting `word`, all settings in section `word`, or all keys that contain
-    `word`."""
+    """Return the setting named `word`, all settings in the section `word`, or all settings whose
+    keys contain `word`."""
     every = settings()
     if word in every:
         return [every[word]]
@@ -48,7 +48,8 @@ def matching(word: str) -> list[Setting]:
 
 
 def explain(setting: Setting, is_alone: bool) -> str:
-    """Return the lines that explain a setting. If it `is_alone`, include its recipes."""
+    """Return the lines that explain a setting. If `is_alone` is true, include the recipes that set
+    it."""
     lines = [
         f"{setting.key}: {setting.type}; default {setting.default}",
         *textwrap.wrap(setting.sentence, 88, initial_indent="    ", subsequent_indent="    "),
@@ -70,7 +71,8 @@ def explain(setting: Setting, is_alone: bool) -> str:
 
 
 def recipe_lines(key: str) -> Sequence[str]:
-    """Return the values of `key` in recipes, each with the names of the recipes."""
+    """Return lines with the values that recipes give to `key`, each with the names of those
+    recipes."""
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for name, values in recipes().items():
         if key in values:

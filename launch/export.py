@@ -7,15 +7,17 @@
     python launch/export.py timm/vit_small_patch16_224.augreg_in1k --to onnx --out FOLDER
     python launch/export.py runs/demo --to hub OWNER/NAME    the Hugging Face Hub
 
-The folder has the weights under the program's names, its config with preprocessing and class names,
-and README.md, a model card with the accuracy and the code that opens the folder. transformers'
-AutoModelForImageClassification also opens a folder of `--to timm`. If the program does not support
-the model, the error lists the programs that do. Exit status: 0 done, 2 a mistake to correct.
+The folder contains the weights under the names that the program expects, the program's config with
+preprocessing and class names, and README.md. README.md is a model card with the accuracy and the
+code that opens the folder. transformers' AutoModelForImageClassification also opens a folder
+written with `--to timm`. If the program does not support the model, the error lists the programs
+that do. Exit status: 0 done, 2 a mistake to correct.
 
-`--to hub` writes the folder of `--to timm` with app.py, a Gradio page that classifies photos, and
-pictures of the run's report. It then uploads the folder to the model repository OWNER/NAME. A
-missing repository is created and public: for a private one, first run `hf repos create OWNER/NAME
---private`. The same command later replaces these files, including the model card.
+`--to hub` writes the same folder as `--to timm`, and adds app.py, which is a Gradio page that
+classifies photos, and pictures from the run's report. It then uploads the folder to the model
+repository OWNER/NAME. A missing repository is created as a public one. For a private repository,
+first run `hf repos create OWNER/NAME --private`. Running the same command again replaces these
+files, including the model card.
 """
 
 import shlex
@@ -66,8 +68,8 @@ def main() -> World:
         subject,
         origin,
         folder,
-        # A run's own folder for the Hub is replaced, so that the same command updates the
-        # repository.
+        # Replace the folder that an earlier export of this run wrote for the Hub, so that running
+        # the same command again updates the repository.
         replaces=args.to == "hub" and args.out is None,
     )
     for line in lines:
@@ -94,7 +96,7 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str, reposit
 
     file = loaded.path / "model.safetensors" if loaded.path.is_dir() else loaded.path
     name = loaded.source["repository"] if loaded.source else loaded.path.absolute().name
-    # These pictures of the report contain no images of the data.
+    # These pictures from the report contain no images from the data set.
     pictures = (
         [run_dir / REPORT_FOLDER / f"{name}.png" for name in ("curves", "confusion")]
         if run_dir and repository
@@ -117,7 +119,7 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str, reposit
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Raises ValueError for mistakes."""
+    """Parse the command line. Raises ValueError if it is invalid."""
     parser = Parser("python launch/export.py", __doc__)
     parser.add_argument(
         "path",

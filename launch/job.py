@@ -2,15 +2,16 @@
 
     python launch/job.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=/runs/b16
 
-The arguments are those of launch/train.py. The files in deploy/ start this program once per host.
-torchrun's own variables set the number of hosts and the rendezvous: PET_NNODES, PET_NODE_RANK,
-PET_NPROC_PER_NODE (ranks per host, default 1), PET_MASTER_ADDR, PET_MASTER_PORT. SIGTERM is
-forwarded, so that the ranks save and stop.
+This program takes the same arguments as launch/train.py. The files in deploy/ start this program
+once per host. torchrun's own environment variables set the number of hosts and the rendezvous:
+PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE (ranks per host, default 1), PET_MASTER_ADDR,
+PET_MASTER_PORT. SIGTERM is forwarded to torchrun, so that the ranks save and stop.
 
 Exit status: 0 finished. 75 retry: a signal stopped the job, or it failed after saving a newer
 checkpoint. 2 a user mistake, which a retry would repeat. 1 another failure without a newer
-checkpoint, or an unreachable store: a scheduler should allow a few. `--check` does not train. It
-exits with status 0 on success, 75 if a signal stopped it, and 2 otherwise, to prevent retries.
+checkpoint, or an unreachable store; a scheduler should allow a few such failures. `--check` does
+not train. It exits with status 0 on success, 75 if a signal stopped it, and 2 otherwise, to prevent
+retries.
 """
 
 import os
@@ -36,25 +37,26 @@ from vit.system.redact import guard_console, shown
 from vit.system.urls import is_url
 
 FINISHED, ACCIDENT, MISTAKE, AGAIN = 0, 1, 2, 75
-"""The values of the exit status. AGAIN is EX_TEMPFAIL in sysexits.h. The files in deploy/ use the
-same value."""
+"""The possible exit statuses. AGAIN is EX_TEMPFAIL in sysexits.h, and the files in deploy/ use the
+same number for a retry."""
 SHUTDOWN_S = 110
-"""The seconds that torchrun gives its ranks to save after SIGTERM (default: 30)."""
+"""The seconds that torchrun gives its ranks to save after SIGTERM (torchrun's default: 30)."""
 MEET_S = 3600
-"""The seconds that torchrun waits for other hosts, which may start one by one (default: 600)."""
+"""The seconds that torchrun waits for other hosts, which may start one by one. torchrun's default
+is 600."""
 
 LEAVE_S = 10.0
 """The seconds that torchrun may take to exit after its ranks finish."""
 POLL_S = 1.0
 PATIENCE_S = 60.0
-"""The seconds for which an unreachable run store is retried."""
+"""The seconds for which requests to an unreachable run store are retried."""
 
 
 class Torchrun:
     """A torchrun child process that receives this process's signals.
 
-    Kubernetes sends SIGTERM to a container's first process. Linux ignores it there unless the
-    process has a handler, so this process installs one.
+    Kubernetes sends SIGTERM to a container's first process. Linux does not deliver SIGTERM to that
+    process unless it has a handler, so this process installs one.
     """
 
     def __init__(self) -> None:
@@ -146,8 +148,8 @@ def judge(
     """Return the exit status for an attempt, and the reason.
 
     outcome: the outcome written by the ranks. signal_name: the received signal, or "". before,
-    after: the newest checkpoint at the start and at the end, "" if there is none, or None if the
-    store is unreachable.
+    after: the newest checkpoint at the start and at the end, "" if there is no checkpoint, or None
+    if the store is unreachable.
     """
     checkpoint = "the store is unreachable" if after is None else after or "no checkpoint"
     if outcome == "finished":
@@ -168,7 +170,7 @@ def judge(
 
 
 def judge_check(launcher_status: int, signal_name: str) -> tuple[int, str]:
-    """Return the exit status for a check, and the reason. signal_name: see `judge`."""
+    """Return the exit status of `--check`, and the reason for it. signal_name: see `judge`."""
     if launcher_status == 0:
         return FINISHED, "checked, and nothing was started"
     if signal_name:
@@ -179,8 +181,9 @@ def judge_check(launcher_status: int, signal_name: str) -> tuple[int, str]:
 def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
     """Return the name of the newest checkpoint in a run folder or URL, or "".
 
-    Returns None if the store is unreachable. may_refuse: also return None if the store refuses
-    access, for example because of expired keys. Otherwise, raise that error.
+    Returns None if the store is unreachable. may_refuse: whether to return None also if the store
+    refuses access, for example because its keys have expired. If False, such a refusal raises an
+    error.
     """
     if is_url(run_dir):
         # obstore takes a second to import, and few runs need it.
@@ -196,7 +199,7 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
             return None
     file = Path(run_dir) / LATEST_FILE
     try:
-        # Listing the folder makes new files of other hosts visible over NFS.
+        # Listing the folder makes other hosts' new files visible over NFS.
         os.listdir(file.parent)
         return file.read_text().strip()
     except FileNotFoundError:
@@ -204,7 +207,7 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
+    """Parse the flags and the settings (`overrides`). Raises ValueError for invalid arguments."""
     parser = training_parser("python launch/job.py", __doc__)
     parser.add_argument("--check", action="store_true", help="see launch/train.py")
     parser.add_argument("--check-limit-s", type=float, metavar="S", help="see launch/train.py")
@@ -218,7 +221,7 @@ if __name__ == "__main__":
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
-    except OSError as error:  # for example a full temporary disk, which another host may not have
+    except OSError as error:  # for example, the temporary disk of this host is full
         place = f"{error.filename}: " if error.filename else ""
         print(f"error: {place}{error.strerror}", file=sys.stderr)
         sys.exit(ACCIDENT)

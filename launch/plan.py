@@ -1,4 +1,4 @@
-"""Estimate the memory, hours, cost, cores, host memory and disk that a run will need.
+"""Estimate the GPU memory, hours, cost, cores, host memory and disk space that a run will need.
 
     python launch/plan.py --config configs/vit_l16.yaml --gpus 8xH200
     python launch/plan.py --config configs/vit_b16.yaml --gpus 64xH100 --price 3.5
@@ -6,9 +6,9 @@
     python launch/plan.py --config configs/vit_b16.yaml --gpus 8xMyGPU --peak-tflops 312 \\
         --bandwidth-gbs 2039 --memory-gib 79
 
-This requires neither a GPU nor the data. Memory is counted on meta tensors, and ImageNet-1k is
-assumed if the shards cannot be opened. `--json` prints one object, in which `fits` is true if the
-GPUs have enough memory. Exit status: 0, or 2 after a user mistake.
+The estimate requires neither a GPU nor the data. Memory is counted on meta tensors. If the shards
+cannot be opened, the data are assumed to be ImageNet-1k. `--json` prints one object, in which
+`fits` is true if the GPUs have enough memory. Exit status: 0, or 2 after a user mistake.
 """
 
 import json
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
+    """Parse the flags and the settings (`overrides`). Raises ValueError for invalid arguments."""
     parser = config_parser("python launch/plan.py", __doc__)
     parser.add_argument(
         "--gpus",
@@ -192,7 +192,7 @@ def _time(hours: Sequence[float], num_gpus: int) -> str:
 
 
 def _memory(forecast: Forecast) -> str:
-    """Describe the memory of a step and its parts of 0.005 GiB or more."""
+    """Describe the memory that a step needs, and each part of it that is at least 0.005 GiB."""
     memory = forecast.memory
     parts = ", ".join(
         f"{name} {value / GIB:.2f}" for name, value in asdict(memory).items() if value >= GIB / 200
@@ -257,7 +257,7 @@ def _range(ends: Sequence[float]) -> str:
 
 
 def _duration(hours: Sequence[float]) -> str:
-    """Format a range of hours, in minutes or seconds if the smallest value is below one."""
+    """Format a range of hours, in minutes or seconds if the smallest value is below one hour."""
     unit, in_an_hour = next(
         (each for each in (("h", 1), ("min", 60)) if hours[0] * each[1] >= 1), ("s", 3600)
     )

@@ -7,9 +7,10 @@
     python launch/predict.py --checkpoint runs/demo data/digits/val-00000.tar --top 1
 
 Images are decoded and cropped as in the run's evaluation. An unreadable image is reported, skipped
-and counted, and its line in the CSV has the reason. The CSV and the sheet are renamed to their
-final names when complete. Exit status: 0 all images were predicted; 1 some could not be read, the
-rest were predicted; 2 a mistake to correct, nothing was written; 130 interrupted.
+and counted, and its line in the CSV file gives the reason. The CSV file and the sheet get their
+final names only when they are complete. Exit status: 0 all images were predicted; 1 some images
+could not be read, and all others were predicted; 2 a mistake to correct, nothing was written; 130
+interrupted.
 """
 
 import sys
@@ -37,7 +38,8 @@ from vit.system.redact import escape_unprinted
 from vit.weights.class_names import check_head
 
 TABLE_IMAGES = 20
-"""The maximum number of images to list in the table. If there are more, count images by class."""
+"""The maximum number of images to list in the table. If there are more, the table counts the images
+by class."""
 SHEET_IMAGES = 48
 """The maximum number of images on the sheet, which shows the first readable images."""
 NAMED_PROBLEMS = 20
@@ -64,7 +66,7 @@ def main() -> World:
         if note:
             print(f"note: {note}", file=sys.stderr)
 
-    if args.sheet:  # Fail before the predictions are computed.
+    if args.sheet:  # Report errors before computing predictions.
         with needed_for("--sheet"):
             import vit.extras.report.model_figures  # noqa: F401
         check_place(args.sheet, "--sheet ")
@@ -224,7 +226,7 @@ def _create_parser() -> Parser:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Raises a ValueError that lists all mistakes."""
+    """Parse the command line. Raises ValueError, which lists all mistakes."""
     args = _create_parser().parse_intermixed_args(arguments)
     problems = [f"--top {args.top}: expected a positive number"] if args.top < 1 else []
     problems += model_flag_problems(args)

@@ -7,10 +7,11 @@
     python launch/recipe.py diff configs/vit_b16.yaml runs/mine
     python launch/recipe.py show configs/vit_b16.yaml
 
-`import` writes the recipe as our YAML. For each setting, including defaults, it prints whether the
-setting is the same, differs or has no equivalent. It supports main.py of DeiT, ViT-5 and RoPE-ViT,
-MAE's main_finetune.py, train.py of timm and torchvision, deit3-jax and big_vision. It
-does not run code of these programs. Exit status: 0 done, 2 a mistake to correct.
+`import` writes the recipe as YAML for this project. For each of the recipe's settings, including
+defaults, it prints whether this project's setting is the same, differs or does not exist. It
+supports main.py of DeiT, ViT-5 and RoPE-ViT, MAE's main_finetune.py, train.py of timm and
+torchvision, deit3-jax and big_vision. It does not run any code from these programs. Exit status: 0
+done, 2 a mistake to correct.
 """
 
 import signal
@@ -38,15 +39,15 @@ from vit.system.optional import needed_for
 
 
 def main() -> World | None:
-    """Run the command line and return the joined process group, or None."""
+    """Run the subcommand, and return the process group that it joined, or None."""
     args = read_command_line()
     return COMMANDS[args.command](args)
 
 
 def import_(args: Namespace) -> None:
-    """Write another program's recipe as YAML, and print the mapping of each setting."""
+    """Write another program's recipe as YAML, and print how each setting was translated."""
     imported = import_recipe(args.recipe, args.program, args.gpus)
-    imported.config()  # raises an error before writing a file if settings are invalid
+    imported.config()  # raises an error for invalid settings, before a file is written
     report = account(imported)
     text = yaml_text(imported, args.out)
 
@@ -70,7 +71,8 @@ def diff(args: Namespace) -> None:
 
 
 def show(args: Namespace) -> World:
-    """Print parameter groups, draw learning rates, and draw augmented images if data exist."""
+    """Print the parameter groups, and draw the learning rates and, if data exist, augmented
+    images."""
     config = read_recipe(args.recipe, args.overrides)
     world = process_group.join_world("cpu")
     print(steps_line(config, args.images_per_epoch))
@@ -97,7 +99,7 @@ COMMANDS = {"import": import_, "diff": diff, "show": show}
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command and its flags. Raises ValueError for mistakes."""
+    """Parse the subcommand and its flags. Raises ValueError if they are invalid."""
     remaining = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser("python launch/recipe.py", __doc__)
     parser.add_argument("command", choices=list(COMMANDS))
@@ -195,5 +197,5 @@ _READ = {"import": _read_import, "diff": _read_diff, "show": _read_show}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # lets `| head` end it without a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` causes no traceback
     run_command(main)

@@ -5,8 +5,9 @@
     python launch/replay.py runs/demo --step 300 --csv batch.csv      every row of the batch
     python launch/replay.py runs/demo --step 300 data.root=/elsewhere/digits
 
-Steps are counted from 1, and step 300 is the update that metrics.jsonl logs as step 300. Only the
-unchanged data are needed, and the run is not changed. Exit status: 0 done, 2 a mistake to correct.
+Steps are counted from 1, and step 300 is the update that metrics.jsonl logs as step 300. The
+command needs the run's data, which must not have changed, and it does not change the run. Exit
+status: 0 done, 2 a mistake to correct.
 """
 
 from argparse import Namespace
@@ -84,7 +85,7 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
+    """Parse the flags and the settings (`overrides`). Raises ValueError for invalid arguments."""
     parser = Parser("python launch/replay.py", __doc__, setting_for)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step, starting at 1")
     parser.add_argument(

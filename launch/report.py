@@ -43,7 +43,7 @@ def main() -> World:
             from vit.extras.loggers.wandb_upload import ToWandb
         to_wandb = ToWandb(run_dir, bool(in_use))
 
-    # A training that is still running may use all GPU memory.
+    # A run that is still training may use all GPU memory.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = join_world(device, "--device ")
 
@@ -69,7 +69,7 @@ def main() -> World:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Raises ValueError for mistakes."""
+    """Parse the command line. Raises ValueError if it is invalid."""
     parser = Parser("python launch/report.py", __doc__)
     parser.add_argument(
         "run",

@@ -5,8 +5,9 @@
     python launch/samples.py runs/demo --worst 100 --exclude suspects.txt
     torchrun ... launch/train.py --config configs/demo.yaml data.exclude=suspects.txt run.dir=...
 
-The run folder contains each image's losses over the epochs (log.sample_losses). The page works
-offline. Look at it before excluding images. Exit status: 0 done, 2 a mistake to correct.
+The command reads each image's losses over the epochs from the run folder, where log.sample_losses
+saves them. The page works offline. Look at it before excluding images. Exit status: 0 done, 2 a
+mistake to correct.
 """
 
 from argparse import ArgumentTypeError, Namespace
@@ -79,7 +80,7 @@ def main() -> World:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
+    """Parse the flags and the settings (`overrides`). Raises ValueError for invalid arguments."""
     parser = Parser("python launch/samples.py", __doc__, setting_for)
     parser.add_argument(
         "--images", type=int, default=48, metavar="N", help="images per section (default: 48)"

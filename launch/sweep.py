@@ -1,10 +1,10 @@
-"""Print a table of the runs of a sweep: settings, progress and accuracy.
+"""Print a table of the runs in a sweep: settings, progress and accuracy.
 
     python launch/sweep.py runs/seeds
 
 The command reads the settings and metrics of all run folders in a folder. Settings that differ
-between the runs become columns. The last lines give mean and standard deviation over runs that
-differ only in the seed.
+between the runs become columns. The last lines give the mean and the standard deviation of the
+accuracy over runs that differ only in the seed.
 """
 
 import statistics
@@ -27,7 +27,7 @@ NOT_COMPARED = ("run.dir",)
 
 
 class Row(NamedTuple):
-    """A run in the sweep, with its settings by full name and its metrics."""
+    """A run in the sweep, with its metrics and its settings, which are keyed by full name."""
 
     name: str
     settings: dict[str, Any]
@@ -116,8 +116,8 @@ def _cells(row: Row, differ: Sequence[str]) -> list[str]:
 
 
 def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:
-    """Return the mean and standard deviation of top-1 over seeds for each combination of
-    `differ`."""
+    """Return the mean and standard deviation of top-1 over seeds for each combination of values of
+    the settings `differ`."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         name = ", ".join(f"{key}={row.settings.get(key, '-')}" for key in differ)
@@ -137,7 +137,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Raises ValueError for mistakes."""
+    """Parse the command line. Raises ValueError if it is invalid."""
     parser = Parser("python launch/sweep.py", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="folder that contains the run folders")
     parser.add_argument(

@@ -6,11 +6,11 @@
     python launch/train.py --config configs/vit_b16.yaml --print-config
     torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml --check
 
-Settings are `section.key=value` and override the file. The files in `vit/config/` list all
-settings. Run the same command again to resume at the exact step. SIGTERM, SIGUSR1, SIGHUP and
-Ctrl-C save at the next step and stop. `--check` tests everything that the run needs on these hosts
-without leaving files behind. Exit status: 0 finished, stopped and saved, or a check without
-failures; 2 a user mistake, or a check with failures.
+Settings have the form `section.key=value` and override those in the config file. The files in
+`vit/config/` list all settings. Run the same command again to resume at the exact step. After
+SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the run saves at the next step and stops. `--check` tests
+everything that the run needs on these hosts without leaving files behind. Exit status: 0 finished,
+stopped and saved, or a check without failures; 2 a user mistake, or a check with failures.
 """
 
 from argparse import Namespace
@@ -29,7 +29,8 @@ from vit.distributed.process_group import World, is_main_process, world_size
 from vit.system.optional import needed_for
 
 JOIN_TIMES = 3.0
-"""The join timeout of --check as a multiple of its limit, because importing torch may be slow."""
+"""The time for all ranks to join in --check, as a multiple of the limit of the check. It is longer
+than the limit, because importing torch may be slow."""
 
 
 def main() -> World | None:
@@ -67,7 +68,7 @@ def main() -> World | None:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line. Settings become `overrides`. Raises ValueError for mistakes."""
+    """Parse the flags and the settings (`overrides`). Raises ValueError for invalid arguments."""
     parser = training_parser("python launch/train.py", __doc__)
     parser.add_argument(
         "--print-config",

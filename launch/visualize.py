@@ -7,9 +7,9 @@
     python launch/visualize.py compare runs/demo runs/demo_finetune
     python launch/visualize.py curves runs/demo runs/demo_finetune --out curves.pdf
 
-The default is the newest run. The images come from the run's validation set (--samples), or from
-files, folders and tars that you name (--image). The suffix of --out selects the format. png is the
-default, and pdf and svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
+By default, the newest run is used. The images come from the run's validation set (--samples), or
+from files, folders and tars that you name (--image). The suffix of --out selects the format. png is
+the default, and pdf and svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
 """
 
 import sys
@@ -42,7 +42,7 @@ from vit.system.optional import needed_for
 from vit.weights.files import read_weights
 
 MAX_CELLS = 64
-"""The maximum number of rows, and of augmented versions per image, of a contact sheet. A larger
+"""The maximum number of rows of a contact sheet, and of augmented versions per image. A larger
 sheet would need gigabytes of memory."""
 
 
@@ -54,7 +54,8 @@ class Drawing(NamedTuple):
     flags: tuple[str, ...]
     """The arguments that the subcommand accepts, from `FLAGS`."""
     runs: dict[str, Any]
-    """The number and the help text of the runs or files, or {} if the subcommand accepts none."""
+    """How many runs or files the subcommand accepts, and their help text, or {} if it accepts
+    none."""
     num_samples: int | None = None
     """The default number of images, or None if the subcommand uses no images."""
 
@@ -75,7 +76,7 @@ def main() -> World:
 
 
 def augment(args: Namespace, world: World) -> None:
-    """Draw some training images, each with augmented versions, their operations and a mixed
+    """Draw some training images, each with augmented versions, the operations used, and a mixed
     version."""
     print(make_contact_sheet(args.config, args.images, args.draws, args.out, world.device))
 
@@ -88,7 +89,8 @@ def curves(args: Namespace, world: World) -> None:
 
 
 def layers(args: Namespace, world: World) -> None:
-    """Print the shapes of a model, or its costs by layer, with `vit.extras.planner.by_layer`."""
+    """Print a model's shapes, or its costs by layer, which `vit.extras.planner.by_layer`
+    computes."""
     with needed_for(args.command):
         from vit.extras.planner.by_layer import PRINTERS
     PRINTERS[args.command](*_config_of(args))
@@ -154,8 +156,8 @@ def figure(args: Namespace, world: World) -> None:
 
 
 def attention(args: Namespace, world: World) -> None:
-    """Draw the attention of each layer and head, and the rollout. --separate writes one file per
-    map."""
+    """Draw the attention of each layer and head, and the attention rollout. --separate writes one
+    file per map."""
     trained = _load(args, world)
     samples = _samples(args, trained)
     pixels = samples.pixels(trained)
@@ -357,8 +359,8 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the subcommand and its flags. `augment` also accepts settings. Raises ValueError for
-    mistakes."""
+    """Parse the subcommand and its flags. `augment` also accepts settings. Raises ValueError if
+    they are invalid."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in COMMANDS:
         _exit_without_subcommand(words)
@@ -385,7 +387,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
 def _exit_without_subcommand(words: list[str]) -> NoReturn:
     """List the subcommands and exit if `words` is empty or begins with --help.
 
-    Otherwise, raise ValueError, because the first word is no subcommand.
+    Otherwise, raise ValueError, because the first word is not a subcommand.
     """
     listed = [f"  {name:10} {command.description}" for name, command in COMMANDS.items()]
     text = "\n".join([__doc__ or "", *listed, "", "Each command has --help."])
@@ -396,7 +398,7 @@ def _exit_without_subcommand(words: list[str]) -> NoReturn:
 
 
 def _check(args: Namespace) -> None:
-    """Raise ValueError for a wrong size, a wrong count or an unknown format."""
+    """Raise ValueError if a size, a number of images or the file format is invalid."""
     sides = args.image_size or [1]
     if len(sides) > 2 or min(sides) < 1:
         raise ValueError("--image-size: expected one side length, or height and width, in pixels")

@@ -3,7 +3,8 @@
 torchrun uses one store for all attempts of a job (torch 2.15), and hosts may count attempts
 differently. Without a prefix, a rank could read keys from an earlier attempt, such as the reason
 why that attempt ended. With `--max-restarts`, rank 0 therefore draws a random name for each
-attempt. A rank that reads the name of an earlier attempt waits until rank 0 replaces the name:
+attempt. A rank that reads the name of an earlier attempt waits until rank 0 replaces the name. The
+ranks write these keys:
 
     rank 0    round = <name>          collects the tokens of all ranks, and writes them as one list
     rank n    <name> n = <token>      joins the attempt when its token is in that list
@@ -26,7 +27,8 @@ def may_restart() -> bool:
 
 
 def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Store:
-    """Return a view of `store` whose key prefix is unique to this attempt and equal on all ranks.
+    """Return a view of `store` whose key prefix is unique to this attempt and the same on all
+    ranks.
 
     Raises RankLost if a rank does not join within `limit`.
     """
@@ -35,8 +37,8 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
 
 
 def _announce(store: dist.Store, size: int, limit: timedelta) -> str:
-    """Draw the name of this attempt, and return it when the tokens of all other ranks have been
-    collected and listed. Rank 0 only."""
+    """Announce a random name for this attempt, and return the name once all other ranks have sent
+    their tokens and the list of tokens is in the store. Only rank 0 calls this."""
     deadline = time.monotonic() + limit.total_seconds()
     name = secrets.token_hex(8)
     store.set("round", name)
@@ -53,9 +55,8 @@ def _announce(store: dist.Store, size: int, limit: timedelta) -> str:
 
 
 def _join(store: dist.Store, rank: int, limit: timedelta) -> str:
-    """Answer each name that rank 0 announces with a token of this process, and return the name
-    whose list contains the token. An earlier attempt's list contains the token of an earlier
-    process."""
+    """Answer each name that rank 0 announces with this process's token, and return the name whose
+    list contains the token. An earlier attempt's list contains only tokens of earlier processes."""
     deadline = time.monotonic() + limit.total_seconds()
     token = secrets.token_hex(8)
     answered_name = ""

@@ -1,8 +1,8 @@
 """Choose the kind of device for all ranks, and bind each rank to the cores next to its GPU.
 
-Each rank finds the GPUs of its host and those that torch can use. Rank 0 chooses the kind of device
-for all ranks before any rank selects gloo or NCCL, because ranks with different backends would wait
-for each other until a time limit ends the run.
+Each rank finds out which GPUs its host has and which of them torch can use. Rank 0 chooses the kind
+of device for all ranks before any rank selects gloo or NCCL, because ranks with different backends
+would wait for each other until a time limit ends the run.
 
 On a host with several sockets, a rank is bound to the cores next to its GPU (`bind_near`):
 
@@ -36,7 +36,7 @@ class HostDevices:
     nvidia_gpus: int
     """The number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
     reason: str
-    """torch's explanation why it cannot use a GPU, or ""."""
+    """torch's explanation of why it cannot use a GPU, or ""."""
     has_cuda_build: bool = True
     """Whether torch was built with GPU support."""
 
@@ -46,7 +46,7 @@ class HostDevices:
 
 
 def find_devices(root: Path = Path("/")) -> HostDevices:
-    """Return the devices of this host. `root`: the folder of `proc` and `sys`."""
+    """Return the devices of this host. `root`: the folder that contains `proc` and `sys`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     reason = ""
     if not gpus:
@@ -68,7 +68,7 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
 
 
 def gpu_addresses(number: int) -> list[str]:
-    """Return the PCI addresses of the first `number` GPUs in the format of Linux."""
+    """Return the PCI addresses of the first `number` GPUs in Linux's format."""
     gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(number)]
     return [
         f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus
@@ -91,16 +91,16 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
 
     Args:
         choice: The user's choice: "auto", "cpu" or "cuda".
-        setting: The name of that setting in messages, with "=".
+        setting: The name of the setting that contains `choice`, followed by "=", for messages.
         devices: The devices of each rank.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks, although `choice` is "cuda" or other hosts
-            have enough; or torch has GPU support, but cannot use the NVIDIA GPUs of a host.
+            have enough; or torch has GPU support, but cannot use a host's NVIDIA GPUs.
     """
     if choice == "cpu":
         return "cpu", []
-    hosts = list(dict.fromkeys(devices))  # All ranks on a host have equal entries.
+    hosts = list(dict.fromkeys(devices))  # All ranks on a host have the same entry.
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
@@ -132,9 +132,10 @@ def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> Non
     """Bind this process to the cores next to its GPU, if they are known.
 
     Args:
-        addresses: PCI address ("0000:dc:00.0") of each GPU used on this host, by local rank.
-        own: Index of this rank's GPU.
-        root: The folder of `sys`.
+        addresses: The PCI address ("0000:dc:00.0") of each GPU used on this host, in the order of
+            the local ranks.
+        own: The index of this rank's GPU in `addresses`.
+        root: The folder that contains `sys`.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -145,14 +146,14 @@ def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> Non
 
 
 def cores_near(addresses: Sequence[str], own: int, allowed: set[int], root: Path) -> set[int]:
-    """Return the `allowed` cores next to GPU `own`, or all allowed cores.
+    """Return the `allowed` cores that are next to GPU `own`, or else all `allowed` cores.
 
     All allowed cores are returned if the GPU's NUMA node is unknown, or if binding would leave some
-    ranks fewer cores. Some virtual machines report one node for all GPUs, and some jobs have most
-    of their cores on another node.
+    ranks with fewer cores than others. Some virtual machines report one node for all GPUs, and some
+    jobs have most of their cores on another node.
     """
     nodes = [text_of(root / "sys/bus/pci/devices" / address / "numa_node") for address in addresses]
-    if not nodes[own].isdecimal():  # "" without the file; -1 if the firmware reports no node
+    if not nodes[own].isdecimal():  # "" if the file is missing; -1 if no node is known
         return allowed
     cores = text_of(root / "sys/devices/system/node" / f"node{nodes[own]}" / "cpulist")
     near = allowed & _cores_of(cores)

@@ -49,11 +49,11 @@ SILENT_S = 20.0
 On a busy machine, ranks find the same mistake many seconds apart, and would report it twice after a
 shorter wait."""
 REPORTED_S = 0.3
-"""The time that a rank waits after its report. Other ranks check four times as often, and therefore
-exit first."""
+"""The time that a rank waits after reporting its message. The other ranks check for a report four
+times during this time, and therefore exit first."""
 SIGNAL_S = 0.5
-"""The time that an error waits for the signal that may have caused it. Slurm signals the processes
-of a step one after another."""
+"""The time to wait, after an error, for the signal that may have caused the error. Slurm signals
+the processes of a job step one after another."""
 LOST = "lost the connection to another rank"
 _LOWER = (
     "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or use a smaller model"
@@ -77,7 +77,7 @@ class StopSignals:
     the process already ignores SIGHUP, as under nohup, SIGHUP stays ignored.
 
     A thread prints the first signal at once, because Python runs `_handle` only after the current
-    call of a library, which may take minutes.
+    library call has returned, which may take minutes.
     """
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Store the signal. Raise an exception if the process must end immediately."""
         is_second = bool(self.received)
-        # Code such as `__del__` may swallow the exception, so set this before raising.
+        # Code such as `__del__` may swallow the exception, so set `received` before raising it.
         self.received = signal.Signals(number).name
-        # Print the signal before the end. This thread may hold the lock of the console.
+        # Wait for the other thread to print the signal. This thread may hold the console's lock.
         self._announcer.join(SIGNAL_S)
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
@@ -132,12 +132,13 @@ class StopSignals:
 
     @contextmanager
     def instead_of_errors(self, moment: str) -> Iterator[None]:
-        """Raise Interrupted instead of an error of the block if a signal arrives before the error
+        """Raise Interrupted instead of an error in the block if a signal arrives before the error
         or soon after it. moment: see `Interrupted`.
 
-        Terminals and Slurm send signals to all processes of a job. A compiler dies first, and its
-        failure would be reported as a mistake of the user, which schedulers do not retry. A lost
-        rank stays the error, because torchrun and srun send SIGTERM to the remaining ranks.
+        Terminals and Slurm send signals to all processes of a job. A compiler may die first, and
+        its failure would then be reported as a user mistake, which schedulers do not retry. The
+        error of a lost rank is not replaced, because after such a loss torchrun and srun send
+        SIGTERM to the remaining ranks.
         """
         try:
             yield
@@ -157,7 +158,7 @@ class StopSignals:
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
     def end_announcements(self) -> None:
-        """Print no signal from now on, because the process ends without another step."""
+        """Stop printing signals, because the process ends without another step."""
         if self._wake.fileno() >= 0:
             signal.set_wakeup_fd(self._wake_before)
             self._wake.shutdown(socket.SHUT_RDWR)  # ends the thread
@@ -174,9 +175,9 @@ def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world that it joined, and end the process.
 
     The exit status is 0 if the command returned; 2 after a mistake that the user can fix, with one
-    message and no stack trace; 1 after any other error, with its stack trace; 128 and its number
-    after a signal. ValueErrors from this project's code are mistakes of the user. ValueErrors from
-    a library are bugs, so their stack traces are printed.
+    message and no stack trace; 1 after any other error, with its stack trace; 128 plus the signal's
+    number after a signal. ValueErrors from this project's code count as user mistakes. ValueErrors
+    from a library count as bugs, so their stack traces are printed.
     """
     guard_console()
     try:
@@ -195,8 +196,8 @@ def run_command(command: Callable[[], World | None]) -> None:
         if not _is_ours(error):
             _leave_with_stack()
 
-        # Before the ranks connect, all ranks on a host find the same mistake. Only one reports it.
-        # Without torchrun, this rank could not notice the report.
+        # Before the ranks connect, all ranks on a host find the same mistake, but only one reports
+        # it. Without torchrun, this rank could not notice another rank's report.
         is_reported_by_another = (
             os.environ.get("LOCAL_RANK", "0") != "0"
             and not dist.is_initialized()
@@ -264,7 +265,8 @@ def _leave_with_stack() -> NoReturn:
 
 
 def _leave_because_of_others(message: str, status: int) -> NoReturn:
-    """Exit for an external cause. Print `message` unless a rank on this host has reported."""
+    """Exit because of a signal or a lost rank. Print `message` unless a rank on this host has
+    reported."""
     if _host_has_reported():
         leave(0)
     print(f"{_rank_prefix()}{message}", file=sys.stderr, flush=True)
@@ -273,7 +275,7 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
 
 
 def leave_hung(verdict: HangVerdict) -> NoReturn:
-    """Exit because a rank hangs (`verdict`). May be called on any thread.
+    """Exit because a rank hangs, as `verdict` says. This function may be called on any thread.
 
     The lowest rank that does not hang prints the message. On a host that has lost its network, the
     host's first rank prints it. A rank that appears to hang prints the stack of its main thread.
@@ -308,7 +310,8 @@ def _leave_silently(message: str, status: int) -> NoReturn:
     """Exit because of an error that another rank reports.
 
     The exit status is 0 once a rank on this host has reported to torchrun, or torchrun has sent
-    SIGTERM. If neither happens within SILENT_S, it is `status`, and torchrun gets `message`.
+    SIGTERM. If neither happens within SILENT_S, the exit status is `status`, and torchrun gets
+    `message`.
     """
     announce_end(message)
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
@@ -327,7 +330,7 @@ def _leave_once_reported() -> None:
 
 
 def _error_file() -> Path | None:
-    """Return the path of this rank's message, <attempt>/<local rank>/<name>; None without
+    """Return the path of this rank's message file, <attempt>/<local rank>/<name>, or None without
     torchrun."""
     named = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return Path(named) if named else None
@@ -451,7 +454,7 @@ def out_of_memory(error: Exception) -> str:
 
 
 def _has_no_order(error: Exception) -> str:
-    """Return a message about an operation that train.deterministic rejects; "" for other errors."""
+    """Return a message if train.deterministic rejected an operation; "" for other errors."""
     match = re.search(r"(\S+)( with .*)? does not have a deterministic implementation", str(error))
     if match is None:
         return ""
@@ -462,7 +465,7 @@ def _has_no_order(error: Exception) -> str:
 
 
 def _failed_to_compile(error: Exception) -> str:
-    """Return a message about an error of torch.compile on a model; "" for other errors.
+    """Return a message if torch.compile failed on a model; "" for other errors.
 
     `vit.start.compiling.why_not_compiled` checks only that the host can compile.
     """
@@ -495,7 +498,7 @@ def _too_many_open(error: Exception) -> str:
 
 
 def _disk_full(error: Exception) -> str:
-    """Return a message about a full disk or an exhausted quota; "" for other errors."""
+    """Return a message if a disk is full or a quota is exhausted; "" for other errors."""
     if not isinstance(error, OSError) or error.errno not in FULL:
         return ""
     place = f"{error.filename}: " if error.filename else ""

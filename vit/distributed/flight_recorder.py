@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 PREFIX = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-"""The variable with the path of the files, without the rank at its end."""
+"""The environment variable that contains the path of the files, without the rank at the end of each
+file name."""
 FILE_PREFIX = "nccl_trace_rank_"
 WRITTEN_WITHIN_S = 10.0
 
 
 def start_recording() -> None:
-    """Turn the record on. Call this before the NCCL process group exists.
+    """Turn on the recording. Call this before the NCCL process group is created.
 
     Variables that the user has set take precedence.
     """
@@ -29,18 +30,18 @@ def start_recording() -> None:
 
 
 def write_to(folder: Path) -> None:
-    """Make NCCL and `dump` write their files to `folder`, unless the user has set another place."""
+    """Make NCCL and `dump` write their files to `folder`, unless the user has set another path."""
     if _uses_nccl():
         os.environ.setdefault(PREFIX, str(folder.absolute() / FILE_PREFIX))
 
 
 def dump() -> str:
-    """Write the record of this rank, and return the path without the rank; "" if there is none."""
+    """Write this rank's record. Return its path without the rank, or "" if there is no record."""
     prefix = os.environ.get(PREFIX)
     if prefix is None or not _uses_nccl():
         return ""
 
-    # The call may wait for the CUDA driver, which may hang, too.
+    # Reading the record may wait for the CUDA driver, which may also hang.
     path = Path(f"{prefix}{dist.get_rank()}")
     writer = threading.Thread(target=_write, args=(path,), daemon=True)
     writer.start()

@@ -24,9 +24,10 @@ REMEDIES = {
     "config": "all hosts must see the same files",
     "driver": "exclude these hosts, or install the same driver on all hosts",
 }
-"""Maps each name to a remedy. All other names are software versions or environment variables."""
+"""Maps the name of a value to the remedy for a difference. Names that are missing here are those of
+software versions and environment variables."""
 _MAY_DIFFER = ("CPU kernels", "GPU")
-"""The names for which a difference affects only the speed or the last bits of sums."""
+"""The names of values whose differences affect only the speed or the last bits of sums."""
 
 
 class Difference(NamedTuple):
@@ -39,7 +40,7 @@ class Difference(NamedTuple):
 
 
 def software() -> dict[str, str]:
-    """Return all versions and settings that should be equal on all ranks, keyed by name."""
+    """Return all versions and settings that should be the same on all ranks, keyed by name."""
     versions = {"torch": torch.__version__, "Python": platform.python_version()}
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
@@ -53,7 +54,8 @@ def software() -> dict[str, str]:
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Return the version of the NVIDIA kernel module, or "". `root`: the folder of `proc`."""
+    """Return the version of the NVIDIA kernel module, or "". `root`: the folder that contains
+    `proc`."""
     match = re.search(
         r"Kernel Module.*?(\d+(?:\.\d+)+)", text_of(root / "proc/driver/nvidia/version")
     )
@@ -65,7 +67,7 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
 
     Args:
         by_rank: Maps each reporting rank to its values, keyed by name.
-        hosts: Host name of each rank, or () if all ranks are on one host.
+        hosts: The host name of each rank, or () if all ranks are on one host.
     """
     result = []
     for name in dict.fromkeys(chain.from_iterable(by_rank.values())):
@@ -92,7 +94,7 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
 def places(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     """Return the hosts of `ranks`, such as "a (ranks 0-7), b (rank 8)".
 
-    hosts: host name of each rank, or () if unknown.
+    hosts: the host name of each rank, or () if unknown.
     """
     ranks = sorted(ranks)
     if not hosts:
@@ -119,7 +121,7 @@ def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
     Only the first rank on each host reports, because all processes on a host start in the same way.
     The result is [] on all ranks except rank 0, and on a single host.
 
-    own: values to add to `software`.
+    own: values to add to those of `software`.
     """
     if len(set(world.hosts)) < 2:
         return []

@@ -9,26 +9,26 @@ import sys
 from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
-"""The time that torchrun may take to exit after its ranks have exited. torchrun gives its ranks as
-much time."""
+"""The time that torchrun may take to exit after its ranks have exited. torchrun gives its ranks the
+same time to exit."""
 ANSWERS_WITHIN_S = 2.0
 """The time that the store on another host may take to answer after torchrun died on this host."""
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-"""The variables of torchrun that are numbers."""
+"""torchrun's environment variables that contain numbers."""
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The variables without which several ranks cannot meet."""
+"""The environment variables without which several ranks cannot connect."""
 
 TASKS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
 }
-"""The variables in which launchers store the number of processes, and the number of this process.
-Unlike SLURM_NTASKS, SLURM_STEP_NUM_TASKS is not set in batch scripts and in `salloc`."""
+"""The environment variables in which launchers store the number of processes and the number of this
+process. Unlike SLURM_NTASKS, SLURM_STEP_NUM_TASKS is not set in batch scripts and in `salloc`."""
 
 _launcher = 0
-"""The process id of the torchrun that started this rank; 0 before `end_with_launcher`."""
+"""The process id of the torchrun that started this rank; 0 before `end_with_launcher` is called."""
 
 
 def world_size() -> int:
@@ -47,7 +47,8 @@ def is_main_process() -> bool:
 
 
 def _number(name: str, default: int) -> int:
-    """Return the whole number in a variable that torchrun sets. Raises ValueError."""
+    """Return the number in an environment variable of torchrun. Raises ValueError for other
+    text."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(
@@ -127,7 +128,7 @@ def end_launcher_later() -> None:
     launcher = os.pidfd_open(parent)  # A process id can be reused, but a pidfd cannot.
     line = Path(f"/proc/{parent}/cmdline").read_bytes()
     if not any(name in line for name in (b"torchrun", b"torch.distributed.run")):
-        return  # A scheduler started this rank without torchrun.
+        return  # Something other than torchrun started this rank.
 
     if os.fork():
         return

@@ -1,11 +1,11 @@
 """Write the outcome of an attempt to a file for its launcher, and read it.
 
-torchrun exits with status 1 after every SIGTERM, and also if a rank exits with 2. Its exit status
-therefore does not show whether a retry makes sense. A launcher sets VIT_OUTCOME_FILE to a path. The
-ranks on its host create a symbolic link at this path. The target is one word, which launch/job.py
-reads. After a crash the link is missing, because a killed process cannot write. A mistake is
-written only on the host whose rank reports it. Launchers start quickly, because this module does
-not import torch.
+torchrun exits with status 1 after every SIGTERM, and also if a rank exits with status 2. Its exit
+status therefore does not show whether a retry makes sense. A launcher sets VIT_OUTCOME_FILE to a
+path. The ranks on its host create a symbolic link at this path. The link's target is the outcome in
+one word, which launch/job.py reads. After a crash, the link is missing, because a killed process
+cannot create it. A user mistake is recorded only on the host whose rank reports it. This module
+does not import torch, so that launchers start quickly.
 """
 
 import os
@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 OUTCOME_VARIABLE = "VIT_OUTCOME_FILE"
 Outcome = Literal["finished", "stopped", "mistake"]
-"""finished: nothing is left to do; stopped: saved after a signal; mistake: ranks exit with status 2
-because of a user error."""
+"""The outcome of an attempt. `finished` means that nothing is left to do, `stopped` that the run
+was saved after a signal, and `mistake` that ranks exit with status 2 because of a user mistake."""
 
 
 def tell_outcome(outcome: Outcome) -> None:

@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 REDUCED_AT_ONCE = 25 * 2**20
-"""The gradient bytes that DDP reduces in a single all-reduce (torch's default)."""
+"""The number of gradient bytes that DDP reduces in a single all-reduce (torch's default)."""
 
 _joined: World | None = None
 
@@ -88,10 +88,10 @@ def join_world(
     Args:
         device: "cpu", "cuda" or "auto", which means GPUs if every host has one per rank, else CPUs.
         setting: The prefix of `device` in messages: a setting or a flag.
-        found: The devices of this host; None: call `find_devices`.
+        found: The devices of this host, or None to find them with `find_devices`.
         deterministic: Whether GPUs use only deterministic operations.
         collective_timeout: The time after which gloo and NCCL abort a collective.
-        limit: The time that rank 0 waits for the other ranks; None: COLLECTIVE_TIMEOUT.
+        limit: The time that rank 0 waits for the other ranks, or None for COLLECTIVE_TIMEOUT.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks, hosts differ, or the ranks cannot connect.
@@ -106,7 +106,7 @@ def join_world(
     rank = int(os.environ.get("RANK", "0"))
     size = world_size()
     store: dist.Store | None = None
-    # A variable RANK may also be set by hand, but only torchrun sets this one, even for one rank.
+    # RANK may also be set by hand, but only torchrun sets this variable, even for a single rank.
     if "TORCHELASTIC_RUN_ID" in os.environ or size > 1:
         end_with_launcher()
 
@@ -127,7 +127,8 @@ def join_world(
         # Set the device before the first CUDA call. Otherwise every rank would open a context on
         # GPU 0.
         torch.cuda.set_device(world.device)
-        # Bind before NCCL's threads and the loader workers start, because they inherit the cores.
+        # Bind to the cores before NCCL's threads and the loader workers start, because they inherit
+        # the binding.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
         flight_recorder.start_recording()
 
@@ -171,7 +172,7 @@ def _agree_on_device(
         world.gather("rank", own)
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
-        """Return the kind of device, and (host, number of ranks) in the order of the ranks."""
+        """Return the kind of device, and (host, number of ranks) for each host, in rank order."""
         # Gather inside `decide`, so that all ranks raise the error if one rank does not join.
         devices = [HostDevices(**rank["found"]) for rank in world.gather("rank", own, limit)]
         kind, notes = choose_device(device, setting, devices)
@@ -202,9 +203,9 @@ def _agree_on_device(
 
 
 def _pid_space() -> str:
-    """Return an identifier of the kernel and container, or "" if unknown.
+    """Return an identifier of this process's kernel and container, or "" if unknown.
 
-    Two ranks can look up each other's process ids only if their identifiers are equal.
+    Two ranks can look up each other's process ids only if their identifiers are the same.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -226,15 +227,15 @@ def _set_backends() -> None:
     # Augmentation allocates tensors of hundreds of sizes in each step, which would fragment GPU
     # memory without expandable segments. A value set by the user takes precedence.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and _has_nvml():
-        # torch reads the variable for the first GPU tensor.
+        # torch reads the variable when it creates the first GPU tensor.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _has_nvml() -> bool:
     """Return whether NVIDIA's management library loads, as in all but the smallest containers.
 
-    torch 2.15 calls the library for expandable segments without looking whether it is there, and
-    the process would end with a segmentation fault.
+    For expandable segments, torch 2.15 calls this library without checking that it exists. If the
+    library is missing, the process ends with a segmentation fault.
     """
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
@@ -246,8 +247,8 @@ def _has_nvml() -> bool:
 def make_deterministic() -> None:
     """Make torch use only deterministic GPU operations and raise an error for all others.
 
-    Libraries read their environment variables when CUDA starts, so call this function earlier. On
-    CPUs, the function has no effect.
+    Libraries read their environment variables when CUDA starts, so call this function before that.
+    It has no effect on CPUs.
     """
     # This setting applies to the backward pass of flash attention and to cuBLAS. It also stops
     # torch.compile from choosing kernels by timing.
@@ -258,7 +259,7 @@ def make_deterministic() -> None:
     # hide reads of uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
-    # In deterministic mode, torch rejects matrix products with any other value of this variable.
+    # In deterministic mode, torch computes matrix products only with these values of the variable.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # NVSwitch reductions have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
@@ -266,7 +267,8 @@ def make_deterministic() -> None:
 
 
 def _wrong_interface(reason: str) -> str:
-    """Return a message if gloo or NCCL found no network interface of the name, else ""."""
+    """Return a message if gloo or NCCL did not find the network interface that the user named, else
+    ""."""
     signs = {
         "GLOO_SOCKET_IFNAME": "ind address for",
         "NCCL_SOCKET_IFNAME": "no socket interface found",
@@ -283,7 +285,7 @@ def _wrong_interface(reason: str) -> str:
 
 
 def _why_not_met(reason: str) -> str:
-    """Explain the reason of torch why this rank could not connect to rank 0."""
+    """Return a message about torch's reason why this rank could not connect to rank 0."""
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
         return (

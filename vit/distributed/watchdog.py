@@ -36,18 +36,20 @@ from vit.distributed.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, Store
 from vit.system.spelling import few
 
 BEATS_PER_LIMIT = 20
-"""The number of beats per limit. A verdict is then late by at most a tenth of the limit."""
+"""The number of heartbeats within one time limit. A verdict is therefore late by at most a tenth of
+the limit."""
 LONGEST_BEAT_S = 30.0
 ENDS_BY_ITSELF_S = 30.0
 """The time after which the watchdog ends its own rank if another rank has announced that it exits.
 A rank that waits in an NCCL collective does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
-"""The maximum time for the last message to the store."""
+"""The maximum time that the last message to the store may take."""
 NAMED = 4
 LAST_BEAT = -1
-"""The number of the beat that `Watch.close` sends."""
+"""The number of the last beat, which a rank sends after `Watch.close` is called."""
 VERDICT = "watch verdict"
-"""The key in the store for the reason why the run ends, and the ranks that caused it."""
+"""The key in the store under which the verdict is stored: the reason why the run ends, and the
+ranks that caused it."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """The reason why all ranks end."""
+    """The reason why all ranks must end."""
 
     message: str
     ranks: tuple[int, ...]
@@ -77,8 +79,8 @@ class HangVerdict:
 
 
 def collective_timeout(limit_s: float | None) -> timedelta:
-    """Return the time-out of collectives. The watchdog, which can name the rank, ends the run
-    earlier."""
+    """Return the time-out of collectives. It is so long that the watchdog, which can name the late
+    rank, ends the run first."""
     return COLLECTIVE_TIMEOUT if limit_s is None else timedelta(seconds=1.2 * limit_s + 60)
 
 
@@ -88,8 +90,9 @@ class Watch:
     The watchdog does nothing with a single rank or without a limit.
 
     Args:
-        limit_s: Maximum time between two marks of a rank, and between two beats.
-        end: Called with the verdict on a thread of each rank; must end the process.
+        limit_s: The maximum time between two marks of a rank, and between two of its beats.
+        end: A function that is called with the verdict on a thread of each rank, and must end the
+            process.
     """
 
     def __init__(self, world: World, limit_s: float | None, end: Callable[[HangVerdict], None]):
@@ -149,7 +152,7 @@ class Watch:
             self._is_away = False
 
     def close(self) -> None:
-        """Stop the threads. The watchdogs of other ranks then reach no verdict."""
+        """Stop the threads. Other ranks' watchdogs then no longer expect beats from this rank."""
         self._closed.set()
         for thread in self._threads:
             thread.join(LEAVES_WITHIN_S)
@@ -193,7 +196,7 @@ class Watch:
         count = self._count
         while not closed.wait(beat_s):
             now = time.monotonic()
-            if now - looked_at > limit_s / 4:  # The process itself was stopped, as in `_look`.
+            if now - looked_at > limit_s / 4:  # This process itself was stopped (see `_look`).
                 self._answered_at += now - looked_at
                 moved_at += now - looked_at
             looked_at = now
@@ -221,7 +224,7 @@ class Watch:
         )
 
     def _beat(self, number: int) -> list[int | str | bool]:
-        """Return the fields of `_Seen` that this rank sends."""
+        """Return the values that this rank sends, in the order of the fields of `_Seen`."""
         return [number, self._count, self._step, self._doing, self._is_away]
 
     def _verdict(
@@ -271,7 +274,8 @@ class Watch:
 
 
 def _updated(seen: _Seen, beat: list[Any], now: float) -> _Seen:
-    """Return what is known of a rank after its latest `beat`, which may be the same as before."""
+    """Return what is known about a rank after its latest `beat`, which may be the same as
+    before."""
     number, count, *_ = beat
     return replace(
         _Seen(*beat),

@@ -1,7 +1,7 @@
 """Communicate between the ranks of a run: sums, broadcasts, barriers and shared errors.
 
 `vit.distributed.process_group.join_world` creates a `World`. Other modules use it instead of
-calling torch. Without torchrun, the world has one rank, and no function waits.
+calling `torch.distributed`. Without torchrun, the world has one rank, and no function waits.
 
 A collective ends the run after a time-out and blocks signals while it waits. Waits that a user, a
 disk or a network can prolong therefore use torchrun's key-value store:
@@ -23,8 +23,9 @@ A failure of one rank reaches the other ranks in these ways:
 - A process that exits announces its end in the store (`vit.distributed.exit.run_command`). Every
   rank that waits through the store, now or later, raises AlreadyReported.
 - After SIGKILL, ranks on the same host see that the process is gone, raise RankLost, and announce
-  the loss to other hosts. torchrun's SIGTERM would not end them, because it is a request to save.
-- If torchrun on the first host is killed, the store ends. fail_together then uses only a
+  the loss to other hosts. torchrun's SIGTERM would not end these ranks, because they treat it as a
+  request to save.
+- If torchrun on the first host is killed, the store is lost. fail_together then uses only a
   collective, so that the ranks can save. All other functions raise RankLost.
 - In a collective, gloo notices a dead rank immediately. Ranks that use NCCL wait until torchrun,
   Slurm (srun --kill-on-bad-exit) or `vit.distributed.watchdog` ends them. The watchdog also finds
@@ -58,11 +59,11 @@ minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
 """The time that the slowest rank may take to save or load, which is enough for 15 GB at 4 MB/s."""
 BROADCAST_BYTES = 2**26
-"""The approximate maximum size of a broadcast of several tensors."""
+"""The approximate maximum size of a broadcast that combines several tensors."""
 
 ENDED = "ended"
-"""The key in the store under which a rank announces why it exits, and, with the number of a rank,
-under which this rank does so."""
+"""The key in the store under which any rank announces why it exits. With a rank's number at its
+end, the key holds the announcement of that rank."""
 
 BY_MAIN = "reported by rank 0"
 """The message for a problem of rank 0 whose text did not reach this rank."""
@@ -73,12 +74,12 @@ LOOKS_PER_S = 4096
 """The maximum number of polls per second over all ranks. A poll is two requests of 31 microseconds
 each (docs/clusters.md), so polling uses a quarter of the time of the store's thread."""
 FIRST_SHARE = 1 / 16
-"""The shortest polling interval as a fraction of the longest, but at least 1 ms."""
+"""The shortest polling interval, as a fraction of the longest. It is never below 1 ms."""
 
 
 def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
-    """Return a rank's leaves (micro-batches, see `vit.distributed.exact`). The numbers of leaves
-    differ by at most one between ranks."""
+    """Return a rank's leaves (micro-batches, see `vit.distributed.exact`). The number of leaves
+    differs by at most one between ranks."""
     return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
 
 
@@ -158,7 +159,7 @@ class World:
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor` by its elementwise maximum over the ranks. Does not wait for the
+        """Replace `tensor` with its elementwise maximum over the ranks. Does not wait for the
         device."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -191,21 +192,21 @@ class World:
     def broadcast_from_main(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0, and return its result, a JSON value, on all ranks.
 
-        An error of `function` becomes AlreadyReported on the other ranks.
+        If `function` raises an error on rank 0, the other ranks raise AlreadyReported.
         """
         return self._share(function, lambda result: result)
 
     def on_main(self, function: Callable[[], T]) -> T | None:
         """Call `function` on rank 0 and return its result. Other ranks wait and return None.
 
-        An error of `function` becomes AlreadyReported on the other ranks.
+        If `function` raises an error on rank 0, the other ranks raise AlreadyReported.
         """
         return self._share(function, lambda result: None)
 
     def main_first(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0, then on the other ranks, which can reuse rank 0's files.
 
-        An error of `function` on rank 0 becomes AlreadyReported on the other ranks.
+        If `function` raises an error on rank 0, the other ranks raise AlreadyReported.
         """
         result = self.on_main(function)
         return result if self.is_main else function()  # type: ignore[return-value]
@@ -213,7 +214,7 @@ class World:
     def _share(self, function: Callable[[], T], shared: Callable[[T], Any]) -> Any:
         """Call `function` on rank 0 and return its result. Other ranks return `shared(result)`.
 
-        Rank 0 posts a problem or a result in the store, for which the other ranks wait.
+        Rank 0 writes its result or its problem to the store, and the other ranks wait for it.
         """
         if self.store is None:
             return function()
@@ -252,11 +253,12 @@ class World:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Make all ranks leave the block together, and fail together after a ValueError.
+        """Make all ranks leave the block together, and make all of them fail if one raises
+        ValueError.
 
-        If rank 0 has a ValueError, only rank 0 raises it. Otherwise each failing rank raises its
-        own. All other ranks raise AlreadyReported. Raises RankLost if a rank does not leave the
-        block within LONGEST_WAIT.
+        If the block raises ValueError on rank 0, only rank 0's error is raised. Otherwise, each
+        failing rank raises its own error. All other ranks raise AlreadyReported. Raises RankLost if
+        a rank does not leave the block within LONGEST_WAIT.
         """
         if self.store is None:
             yield
@@ -281,9 +283,11 @@ class World:
         raise AlreadyReported(main_message or "reported by another rank")
 
     def _agree_on_failure(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
-        """Return whether any rank has a problem, and the message of rank 0 if it has one, else "".
+        """Return whether any rank has a problem, and rank 0's message, or "" if rank 0 has no
+        problem.
 
-        The ranks agree even if the store stops answering. `BY_MAIN` then replaces the message.
+        All ranks return the same answer even if the store stops answering. `BY_MAIN` then replaces
+        the message.
         """
         try:
             any_failed, main_message = self._exchange(key, problem)
@@ -305,7 +309,7 @@ class World:
         return num_failed > 0, main_message or (BY_MAIN if num_main_failed > 0 else "")
 
     def _exchange(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
-        """Return whether any rank has a problem, and the message of rank 0 if it has one.
+        """Return whether any rank has a problem, and rank 0's message if rank 0 has a problem.
 
         Raises StoreLost if the store does not answer, and RankLost if a rank does not respond.
         """
@@ -460,7 +464,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether the process exists, perhaps as a zombie."""
+    """Return whether the process exists, even if only as a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -40,12 +40,12 @@ from vit.weights.files import LoadedWeights, load_weights
 
 
 class Result(NamedTuple):
-    """The evaluation of one weights file, equal on all ranks."""
+    """The evaluation of one weights file. It is the same on all ranks."""
 
     as_json: dict[str, Any]
     """The object that `launch/eval.py --json` prints."""
     sets: dict[str, tuple[EvalSet, Evaluation]]
-    """All sets and their results, keyed by name, `data.val_split` first."""
+    """Each set with its result, keyed by the set's name, `data.val_split` first."""
 
     @property
     def evaluation(self) -> Evaluation:
@@ -56,12 +56,13 @@ class Result(NamedTuple):
 def evaluate_weights(
     loaded: LoadedWeights, config: Config, world: World, out: TextIO, selected: bool = False
 ) -> Result:
-    """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
+    """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print the results
+    to `out`.
 
-    The image size of `config` may differ from the weights' image size; position embeddings are then
-    resampled. selected: use only the logits of the data's classes, matched by name. Raises
-    ValueError if the data have more classes than the weights, or classes that cannot be matched.
-    Raises the errors of `open_sets`.
+    The image size in `config` may differ from the weights' image size. Position embeddings are then
+    resampled. selected: whether to use only the logits of the data's classes, matched by name.
+    Raises ValueError if the data have more classes than the weights, or classes that cannot be
+    matched. Raises the errors of `open_sets`.
     """
     config = choose_settings(config, world)
     split = open_split(config, config.data.val_split, world)
@@ -74,7 +75,7 @@ def evaluate_weights(
     with world.fail_together():
         model = create_model(config.model, num_classes=classes.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
-    # DDP is not needed: each rank evaluates its own images, and only the counts are summed.
+    # DDP is not needed, because each rank evaluates its own images, and only the counts are summed.
     model.to(world.device)
     slow = precision_note(config.train.precision, world.device, "--precision")
     if world.is_main and slow:
@@ -84,7 +85,8 @@ def evaluate_weights(
     with world.fail_together():
         _check_finite(by_set, loaded, config.train.precision)
 
-    # Labels are compared by number, so accuracy on different classes would look valid.
+    # Labels are compared by number, so the accuracy on data with different classes would look
+    # valid.
     mismatch = class_mismatch(loaded, split.class_names, split.num_classes)
     if world.is_main:
         if mismatch:
@@ -100,10 +102,11 @@ def evaluate_weights(
 
 
 def _classes_of(loaded: LoadedWeights, split: Split, config: Config) -> ModelClasses:
-    """Return the classes of the weights. Raises ValueError if the data have more classes.
+    """Return the weights' classes. Raises ValueError if the data have more classes.
 
-    A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
-    classes on which the weights were trained. `class_mismatch` compares the names.
+    A label that exceeds the number of outputs has no logit. The data may have fewer classes than
+    the weights, because they may be the first of the classes on which the weights were trained.
+    `class_mismatch` compares the names.
     """
     assert loaded.num_classes is not None, "weights with a config have it"
     if loaded.num_classes < split.num_classes:
@@ -116,7 +119,8 @@ def _classes_of(loaded: LoadedWeights, split: Split, config: Config) -> ModelCla
 
 
 def _summary(by_set: dict[str, tuple[EvalSet, Evaluation]], mismatch: str) -> dict[str, Any]:
-    """Return the object for `--json`: the result on `data.val_split`, and the sets in `sets`.
+    """Return the object for `--json`: the result on `data.val_split`, with the other sets' results
+    in `sets`.
 
     mismatch: the result of `class_mismatch`.
     """
@@ -219,7 +223,8 @@ def _calibration(accuracy: Accuracy) -> str:
 
 
 def _rights(result: Result) -> dict[str, Tensor]:
-    """Return a dict: name of a set -> whether each image is right, (num_images,) bool."""
+    """Return a dict from each set's name to whether each image was classified correctly,
+    (num_images,) bool."""
     return {
         name: scored.is_right(evaluation.predictions)
         for name, (scored, evaluation) in result.sets.items()
@@ -227,14 +232,15 @@ def _rights(result: Result) -> dict[str, Tensor]:
 
 
 def _differences(first: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, PairedDifference]:
-    """Return the paired difference on each set that both contain; see `_rights`."""
+    """Return the paired difference on each set that is in both `first` and `other` (see
+    `_rights`)."""
     return {name: paired_difference(first[name], other[name]) for name in first if name in other}
 
 
 def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
     """Print a table of all results by set, and return the object for `--json`.
 
-    names: the name of each weights file. The sets of all results are compared.
+    names: the name of each weights file. The table contains the sets that all results have.
     """
     first, *later = map(_rights, results)
     differences = [_differences(first, rights) for rights in later]
@@ -274,7 +280,8 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
 
 
 def _print_table(rows: Sequence[tuple[str, ...]], out: TextIO) -> None:
-    """Print aligned rows: the set and the weights, numbers on the right, and a difference."""
+    """Print rows in aligned columns: the set, the weights, right-aligned numbers and a
+    difference."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for set_name, weights_name, *numbers, difference in rows:
         cells = [f"{set_name:<{widths[0]}}", f"{weights_name:<{widths[1]}}"]

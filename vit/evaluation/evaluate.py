@@ -1,12 +1,12 @@
-"""Evaluate models exactly: every image is counted once, on any number of ranks.
+"""Evaluate models exactly: every image is counted once, with any number of ranks.
 
 Training evaluates its models with an `Evaluator`, and `vit.evaluation.compare` evaluates weights
 from files. `vit.data.eval_sets` defines which classes count as correct.
 
-All ranks have the same number of batches, all of one shape (`vit.data.batches.EvalBatches`).
-Padding rows have weight 0. Counters are integers, and a total that differs from the number of
-images raises an error. The predicted class of each image is stored for confusion matrices and for
-paired comparisons of models.
+All ranks have the same number of batches, and all batches have the same shape
+(`vit.data.batches.EvalBatches`). Padding rows have weight 0. Counters are integers, and a total
+that differs from the number of images raises an error. The predicted class of each image is stored
+for confusion matrices and for paired comparisons of models.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from vit.training.metrics import Accuracy, AccuracyCounter, predicted_classes
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's result on a set, equal on all ranks."""
+    """A model's result on a set. It is the same on all ranks."""
 
     accuracy: Accuracy
     predictions: Tensor
     """The predicted class of each sample, (num_images,) int64 on the CPU, in the order of the split
-    and with the set's class numbers; -1 if a logit was NaN."""
+    and with the set's class numbers. The value is -1 if a logit was NaN."""
     probabilities: Tensor
-    """The softmax of each predicted class, (num_images,) float32 on the CPU."""
+    """The softmax probability of each predicted class, (num_images,) float32 on the CPU."""
 
 
 class _Count:
@@ -75,7 +75,7 @@ class _Count:
             accepted[: len(ids)] = self.accepted[ids]
             weights = weights * (accepted >= 0).any(1)
 
-        # Reading the counts would make every batch wait, so leave them on the device.
+        # Reading the counts would make every batch wait for the device, so leave them there.
         self.counter.add(logits, batch.labels, weights, accepted)
 
         # Index by sample number, so that the order does not depend on the batch size or the
@@ -98,7 +98,7 @@ class _Count:
 
 
 class Took(NamedTuple):
-    """The time that an evaluation took, and its wait for data."""
+    """The time that an evaluation took, and the time that it waited for data."""
 
     seconds: float
     data_wait_s: float
@@ -213,7 +213,7 @@ class Evaluator:
             self._loader = None
 
     def _from_first_batch(self, batches: EvalBatches) -> Loader:
-        """Return a loader that starts at the first batch. `batches` must be equal in every call."""
+        """Return a loader that starts at the first batch. All calls must pass the same batches."""
         if self._loader is not None:
             self._loader.restart()
             return self._loader
@@ -262,13 +262,14 @@ def evaluate_model(
     precision: str = "fp32",
     num_workers: int = 0,
 ) -> Accuracy:
-    """Evaluate a model on every image of a split, each once, on any number of ranks.
+    """Evaluate a model on every image in a split exactly once, with any number of ranks.
 
     If `torch.distributed` is initialized, all ranks must call this function. They all get the same
     result.
 
     Args:
-        model: (B, C, H, W) float32 -> (B, num_classes) logits. The weights determine the device.
+        model: (B, C, H, W) float32 -> (B, num_classes) logits. It is evaluated on the device of its
+            weights.
         split: The result of `vit.open_split`.
         image_size: The height and width in pixels, or one number for both.
         crop_pct: The side of the center crop divided by the shorter side of the resized image.

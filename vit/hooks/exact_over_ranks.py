@@ -29,7 +29,7 @@ class ExactFacts(Hook):
 def exact_over_ranks(
     model: nn.Module, config: Config, plan: Plan, world: World, is_filled_later: bool
 ) -> Leaves:
-    """Create the exact sum of gradients. Arguments: see `vit.training.reduce.data_parallel`.
+    """Create the exact gradient sum. `vit.training.reduce.data_parallel` describes the arguments.
 
     Raises ValueError for a model that `check_leaves` rejects.
     """

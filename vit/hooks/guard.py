@@ -1,17 +1,18 @@
-"""Detect loss spikes and non-finite gradients; skip the update, or stop the run.
+"""Detect loss spikes and non-finite gradients, and skip the update or stop the run.
 
 1. `GuardHook.loss_limit` computes a limit for the loss from steps up to two before the current
    step. The results of these steps are known before the step is queued, so all ranks and resumed
    runs use the same limit.
-2. The device skips the update if the loss exceeds it. `vit.step` decides from sums over all ranks.
+2. The device skips the update if the loss exceeds the limit. `vit.step` bases this decision on sums
+   over all ranks.
 3. One step later, the host reads the decision. `GuardHook.read` then continues or stops the run.
 
-Skipped updates still count as steps, so order, learning rate, epochs and seeds remain functions of
-the step.
+Skipped updates still count as steps, so the sample order, the learning rate, epochs and seeds
+remain functions of the step.
 
 Skipping updates follows allenai/OLMo-core's SkipStepOptimizer, whose limit is 6 standard deviations
 above the mean of the last 128 steps. This module uses the median and the median absolute deviation
-instead, because a spike in the window does not raise them.
+instead, because a spike among the last steps does not raise them.
 """
 
 import math
@@ -49,7 +50,8 @@ class GuardHook(Hook):
         self._scales_loss = run.config.train.precision == "fp16"
 
     def loss_limit(self, step: int) -> float | None:
-        """Return the limit of `step`, or None if it is off or too few steps have finished."""
+        """Return the loss limit at `step`, or None if there is no limit or too few steps have
+        finished."""
         settings = self._settings
         if settings.on_spike == "none":
             return None
@@ -197,7 +199,7 @@ def limit_of(values: Sequence[float], sigmas: float) -> float:
     """Return the median of `values` plus `sigmas` standard deviations.
 
     The deviation is estimated from the median absolute deviation. The limit is infinite if half of
-    the values are equal, because the estimate would be 0.
+    the values are identical, because the estimate would be 0.
     """
     median = statistics.median(values)
     distance = statistics.median(abs(value - median) for value in values)

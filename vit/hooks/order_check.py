@@ -29,7 +29,7 @@ class OrderHook(Hook):
         self._planned = 0
 
     def queued(self, batch: Batch) -> None:
-        """Add this rank's rows of the batch at `state.step`."""
+        """Add this rank's rows of the batch at `state.step` to the checksums."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
             # Look up each step's samples while the GPU computes. If the samples were looked up at
@@ -57,7 +57,7 @@ class OrderHook(Hook):
                 )
 
         seen = self._seen
-        if self._run.world.size > 1:  # one rank must not wait for its GPU
+        if self._run.world.size > 1:  # a single rank need not wait for its GPU
             # torch has no unsigned sum, but the int64 sum has the same bits.
             signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
             own = torch.tensor(signed, dtype=torch.int64, device=self._run.world.device)

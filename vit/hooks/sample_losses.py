@@ -6,10 +6,10 @@
 
     runs/<name>/samples/epoch_0003.npy    float16 (steps_per_epoch, 2, global_batch_size)
 
-[step, 0] are the losses of a batch and [step, 1] its margins (`vit.training.metrics.margins`), row
-by row. The sample of a row is not stored, because it follows from the order (vit.data.order). NaN
-marks rows that were not reached or unreadable. The loss uses the training target, which is mixed if
-images are mixed.
+In this array, [step, 0] contains the losses of a batch and [step, 1] its margins
+(`vit.training.metrics.margins`), row by row. The file does not store which sample a row belongs to,
+because this follows from the sample order (vit.data.order). NaN marks rows that were not reached or
+could not be read. The loss uses the training target, which is mixed if images are mixed.
 """
 
 import math
@@ -48,7 +48,7 @@ class WrittenLosses(NamedTuple):
     first: int
     """The first step within the epoch, counted from 0."""
     values: NDArray[np.float16]
-    """(steps, 2, global_batch_size)."""
+    """The losses and margins, (steps, 2, global_batch_size)."""
 
 
 def folder_bytes(plan: Plan, every_epochs: int) -> int:
@@ -79,7 +79,7 @@ class SampleLosses:
             self._steps.append((step, pairs.view(np.int32)[:, 0]))
 
     def collect(self) -> list[WrittenLosses]:
-        """Return the values of all ranks since the last call; [] on all ranks but 0.
+        """Return the values of all ranks since the last call on rank 0, and [] on the other ranks.
 
         All ranks must call this after the same steps.
         """
@@ -93,7 +93,7 @@ class SampleLosses:
             bits = np.zeros((len(steps), batch_size), np.int32)
             rows = self._plan.rows_of(self._world.rank)
             bits[:, rows.start : rows.stop] = [pairs for _, pairs in steps]
-            if self._world.size > 1:  # one rank must not wait for its GPU
+            if self._world.size > 1:  # a single rank need not wait for its GPU
                 bits = self._world.sum_(torch.from_numpy(bits).to(self._world.device)).cpu().numpy()
             if self._world.is_main:
                 collected += self._by_epoch([step for step, _ in steps], bits)
@@ -125,7 +125,7 @@ class SampleLosses:
                     # Allocate the full length, so that later writes need no more disk space.
                     np.save(file, np.full(shape, np.nan, np.float16))
 
-            # The file is a header and then `steps_per_epoch` blocks of equal size.
+            # The file consists of a header and `steps_per_epoch` blocks of the same size.
             step_bytes = self._plan.global_batch_size * BYTES_OF_A_ROW
             header_bytes = path.stat().st_size - self._plan.steps_per_epoch * step_bytes
             with path.open("r+b") as file:
@@ -154,7 +154,7 @@ class SamplesHook(Hook):
 
 
 def epoch_files(run_dir: Path) -> dict[int, Path]:
-    """Return the files of a run in ascending order, keyed by epoch, counted from 1."""
+    """Return a run's files, keyed by epoch (counted from 1), in ascending order."""
     paths = {}
     for path in (run_dir / SAMPLES_FOLDER).glob("epoch_*.npy"):
         if match := re.fullmatch(r"epoch_(\d+)\.npy", path.name):

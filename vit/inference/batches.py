@@ -71,5 +71,5 @@ class PlaceBatches(Batches):
         return tuple(reasons)
 
     def where(self, sample: int) -> str:
-        """Return the name of the image `sample`, for messages."""
+        """Return the name of the image with number `sample`, for messages."""
         return self.places[sample].name

@@ -1,9 +1,9 @@
 """Find the images to predict in files, folders, tars and lists of names.
 
 Folders are searched recursively, in sorted order, for images and tars. A file's suffix shows
-whether it is an image. Without a suffix, its first bytes do. A tar is not unpacked: its images are
-read at their offsets. Files named on the command line must exist. Names in a list are not checked
-until the image is read.
+whether it is an image. If a file has no suffix, its first bytes are checked instead. Tars are not
+unpacked, because their images can be read at their offsets. Files named on the command line must
+exist. Names in a list are not checked until their images are read.
 """
 
 import os
@@ -91,8 +91,8 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
     Names on stdin are separated by newlines or by zero bytes (`find -print0`).
 
     Raises:
-        ValueError: `arguments` contains no image, or some arguments do not exist, cannot be
-            listed, or are folders or tars without images. The message lists all of them.
+        ValueError: `arguments` contains no image, or some arguments do not exist, cannot be listed,
+            or are folders or tars without images. The message lists all such arguments.
     """
     inputs = Inputs()
     problems = []
@@ -119,7 +119,7 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
 
 
 def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
-    """Yield the names on `stdin`, which zero bytes or line ends separate."""
+    """Yield the names on `stdin`, which are separated by zero bytes or line ends."""
     content = stdin.read()
     separator = b"\0" if b"\0" in content else b"\n"
     for line in content.split(separator):
@@ -129,7 +129,8 @@ def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
 
 
 def _add_argument(argument: str, inputs: Inputs) -> None:
-    """Append all images of a file, folder or tar. Raises ValueError if it has none, and OSError."""
+    """Append all images in `argument`, a file, folder or tar. Raises ValueError if there are none,
+    and OSError."""
     if not os.path.lexists(argument):
         raise ValueError(f"{argument}: no such file or folder")
 
@@ -142,7 +143,7 @@ def _add_argument(argument: str, inputs: Inputs) -> None:
 
 
 def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
-    """Append all images of a folder or tar. Any other file is appended as an image.
+    """Append all images in a folder or tar. Any other file is appended as an image.
 
     A folder that cannot be listed or a damaged tar raises an error if the user named it
     (`is_named`). In a folder or list, such an entry is appended with its problem, so that all other
@@ -168,12 +169,12 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
 
 
 def _add_folder(folder: str, inputs: Inputs) -> None:
-    """Add the images and tars of a folder and of all folders below it, in order of their names."""
+    """Add the images and tars in a folder and in all folders below it, ordered by name."""
     pending = [(folder, frozenset[str]())]
     while pending:
         current, parents = pending.pop()
         real_path = os.path.realpath(current)
-        if real_path in parents:  # a link to a parent folder would never end
+        if real_path in parents:  # following a link to a parent folder would never end
             continue
 
         try:
@@ -189,7 +190,7 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
             inputs.places.append(ImagePlace(current, problem=f"cannot be read ({error.strerror})"))
             continue
 
-        # A shard folder also contains a preview picture.
+        # A folder of shards also contains a preview picture, which is not an input.
         has_shards = ("_info.json", False) in visible
         below = [os.path.join(current, name) for name, is_folder in visible if is_folder]
         files = [os.path.join(current, name) for name, is_folder in visible if not is_folder]

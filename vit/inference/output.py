@@ -85,9 +85,9 @@ class Summary:
     places: Sequence[ImagePlace]
     class_names: Sequence[str]
     num_examples: int
-    """The number of images at the start that become examples."""
+    """How many of the first images become examples."""
     examples: list[tuple[str, list[tuple[str, float]]]] = field(default_factory=list)
-    """File name and classes of each example that could be read."""
+    """The file name and the classes of each example that could be read."""
     pixels: list[Tensor] = field(default_factory=list)
     """The pixels of each example, (C, H, W) uint8, if the predictions contain pixels."""
     num_done: int = 0

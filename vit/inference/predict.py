@@ -51,12 +51,12 @@ def predict(
     """Yield predictions for all `places`, batch by batch, in order.
 
     Args:
-        top: The number of classes per image; fewer if the model has fewer.
+        top: The number of classes per image. If the model has fewer classes, all are returned.
         batch_size: The number of images per forward pass. None uses the run's `eval.batch_size`,
             limited to `CPU_BATCH` on a CPU.
         num_workers: The number of decoding processes. None uses one per core, or 0 for
             `FEW_IMAGES` or fewer.
-        num_pixels: The number of images at the start whose pixels are returned.
+        num_pixels: The number of first images whose pixels are returned.
 
     Raises:
         WorkerError: A worker died or hangs.

@@ -42,13 +42,13 @@ from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.published import with_published_config
 
 Image = str | os.PathLike[str] | bytes | pillow.Image | NDArray[np.uint8]
-"""The path of an image, its encoded bytes, an image of Pillow, or an array: (H, W, 3) uint8 in RGB,
-or (H, W) uint8 in gray."""
+"""The path of an image, its encoded bytes, a Pillow image, or an array: (H, W, 3) uint8 in RGB, or
+(H, W) uint8 in gray."""
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Converts images to inputs of a model, exactly as `launch/eval.py` does.
+    """Converts images to model inputs, exactly as `launch/eval.py` does.
 
     `vit.data.decode.images` decodes all supported formats and color spaces.
     """
@@ -57,7 +57,7 @@ class Preprocess:
     view: EvalConfig
     """The settings for resizing and cropping."""
     augment: Augment
-    """The object whose `normalize` is used, but not its augmentations."""
+    """The object whose `normalize` is used. Its augmentations are not used."""
 
     def __call__(self, *images: Image) -> Tensor:
         """Return `images` as normalized inputs, (B, C, H, W) float32 on the model's device.
@@ -65,7 +65,7 @@ class Preprocess:
         Raises ValueError if an image cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # Use the loader's memory layout. Any other may change the order of summation.
+        # Use the loader's memory layout, because another layout may change the order of summation.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
@@ -133,11 +133,12 @@ class Trained:
     class_names: tuple[str, ...]
     """A name for each output; "class 7" if the name is unknown."""
     config: Config
-    """The settings of the run, or settings that evaluate another program's weights."""
+    """The settings of the run, or settings with which another program's weights can be
+    evaluated."""
     weights: LoadedWeights
     """The source of the weights (path, step, whether they are averaged), without tensors."""
     notes: tuple[str, ...] = ()
-    """Notes on how the weights were read, and on changes to fit them to the model."""
+    """Notes on how the weights were read, and on changes that make them fit the model."""
 
     @property
     def device(self) -> torch.device:
@@ -200,9 +201,10 @@ def load(
             weights file, a Hugging Face folder with `config.json`, or a model on the Hugging Face
             hub, such as "timm/vit_small_patch16_224.augreg_in1k" or "hf-hub:OWNER/REPO".
         name: timm's model name for another program's weights, if the path does not identify it.
-        settings: Override settings of the run, such as `{"train.precision": "fp32"}`. Positions
-            are resampled if `model.image_size` changes.
-        class_names: The names of the outputs; by default those stored with the weights.
+        settings: Values that override the run's settings, such as `{"train.precision": "fp32"}`.
+            Position embeddings are resampled if `model.image_size` changes.
+        class_names: The names of the outputs. By default, the names stored with the weights are
+            used.
 
     Raises:
         ValueError: The weights do not exist, are damaged, or belong to an unknown model.

@@ -1,7 +1,7 @@
-"""Read the lines of a record, `metrics.jsonl`, without torch, so that small processes start fast.
+"""Read the lines of `metrics.jsonl` without importing torch, so that small processes start fast.
 
-A restarted run appends to the same file. From the step of a `start` line on, later lines
-replace earlier lines.
+A restarted run appends to the same file. A `start` line contains the step from which the run
+continues, and the lines after it replace earlier lines about later steps.
 """
 
 import json
@@ -52,9 +52,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line to display, with names such as `train/loss`.
+    """Return the numbers in a line that are to be displayed, with names such as `train/loss`.
 
-    Lines of norms give names such as `norms/grad_norm/blocks.0`. Other kinds of lines give {}.
+    A line of norms gives names such as `norms/grad_norm/blocks.0`. Lines of other kinds give {}.
     """
     kind = line["kind"]
     if kind == "norms":

@@ -1,4 +1,4 @@
-"""The interface of a display of metrics, such as Weights & Biases or TensorBoard."""
+"""The interface of classes that display metrics, for example in Weights & Biases or TensorBoard."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,8 @@ class Logger(Protocol):
         """Show `numbers`, keyed by name, at `step`. time_s: seconds since 1970."""
 
     def poll(self) -> None:
-        """Print the messages of the display. Called often, also between lines."""
+        """Print the display's messages. This method is called often, also between lines of
+        metrics."""
 
     def send_pictures(self, step: int, pictures: dict[str, Path]) -> None:
         """Show PNG files, keyed by name."""
@@ -26,10 +27,10 @@ class Logger(Protocol):
         """Show a table."""
 
     def close(self, outcome: str) -> None:
-        """Show everything that is left. outcome: `finished`, `stopped`, `error`, or "" if the run
-        was killed."""
+        """Show everything that was not shown yet. outcome: `finished`, `stopped`, `error`, or "" if
+        the run was killed."""
 
 
 CreateLogger = Callable[[Path, LogConfig, Callable[[str], None]], Logger]
-"""Creates a logger of a run folder, whose metrics.jsonl may have lines already. The last argument
-prints a line."""
+"""A function that creates a logger for a run folder, whose metrics.jsonl may already contain lines.
+Its last argument is a function that prints a line."""

@@ -1,4 +1,4 @@
-"""Write metrics and events of a run to `metrics.jsonl`, and display them.
+"""Write a run's metrics and events to `metrics.jsonl`, and display them.
 
 Rank 0 appends one JSON object per line. Console, Weights & Biases and TensorBoard
 (`vit.extras.loggers`) only display lines of `metrics.jsonl`. If W&B is off, offline or hangs, the
@@ -174,8 +174,8 @@ class Record:
     def flush(self) -> None:
         """Flush all lines to disk on rank 0. May be called from any thread.
 
-        Otherwise a power failure could lose lines about steps before the checkpoint, which are
-        never repeated. Raises OSError.
+        Otherwise, a power failure could lose lines about steps before the checkpoint, and these
+        steps are never repeated. Raises OSError.
         """
         with suppress(ValueError):  # the file was closed after an error that was already reported
             os.fsync(self._file.fileno())
@@ -217,8 +217,8 @@ class Record:
             logger.send_table(f"report/{name}", columns, rows)
 
     def close(self) -> None:
-        """Close the live line, metrics.jsonl and all displays, which may take up to their time
-        limits."""
+        """Close the live line, metrics.jsonl and all displays. Closing a display may take as long
+        as its time limit."""
         if not self.is_main:
             return
 
@@ -270,7 +270,7 @@ def provenance() -> dict[str, str]:
         host += f", {torch.cuda.get_device_name()}"
 
     return {
-        # Masked before quotes are added, which could hide the end of a secret.
+        # Secrets are masked before quotes are added, because quotes could hide the end of a secret.
         "command": shlex.join(map(shown, [os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
         "git": git.strip() or "not a git checkout",
         "code": code_sha256(),
@@ -283,7 +283,7 @@ def provenance() -> dict[str, str]:
 def code_sha256(skipped: tuple[str, ...] = ("extras", "launch")) -> str:
     """Return a short hash of the Python files in `vit`, without the folders in `skipped`.
 
-    By default, it covers the files that compute a step.
+    By default, the hash covers the files that compute a step.
     """
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()

@@ -68,7 +68,8 @@ class Copy:
         self.folder = folder
         self._url = bare(url)
         self._same: dict[str, tuple[int, int, str]] = {}
-        """The size, the time of the last change and the URL's tag of each file, keyed by name."""
+        """The local size and modification time of each file, and its tag at the URL, keyed by
+        name."""
 
     def load(self) -> None:
         """Read the list of identical files. The folder must exist and be locked.
@@ -91,7 +92,7 @@ class Copy:
             self.save()
             return
         except (ValueError, KeyError, TypeError):
-            # A power failure damaged the list, so all files are compared again.
+            # A power failure may have damaged the list. All files are then compared again.
             return
 
         if saved_url != self._url:
@@ -102,7 +103,8 @@ class Copy:
         self._same = same
 
     def is_same(self, name: str, version: Version | None) -> bool:
-        """Return whether the local file is known to equal the file of this `version` at the URL."""
+        """Return whether the local file is known to be identical to this `version` of the file at
+        the URL."""
         size, time_ns, tag = self._same.get(name, (-1, -1, ""))
         if size < 0 or version is None:
             return False
@@ -112,7 +114,8 @@ class Copy:
         return is_same_there and (size, time_ns) == self.stamp(name)
 
     def note(self, name: str, tag: str = "", stamp: tuple[int, int] | None = None) -> None:
-        """Record that the local and remote files are identical. stamp: taken before the upload."""
+        """Record that the local and remote files are identical. stamp: the result of `stamp` before
+        the upload."""
         self._same[name] = (*(stamp or self.stamp(name)), tag)
 
     def forget(self, name: str) -> None:
@@ -175,7 +178,7 @@ def files_below(folder: Path) -> list[str]:
 def bring(
     store: ObjectStore, versions: Mapping[str, Version], copy: Copy, label: str, into: str = ""
 ) -> None:
-    """Download the files in `versions` that are missing from `copy`, without partial files.
+    """Download the files in `versions` that are missing from `copy`. No file is left incomplete.
 
     Args:
         label: The name of the source in the progress line.
@@ -269,7 +272,7 @@ def bring_checkpoint(
 def _download_checkpoint(
     store: ObjectStore, files: dict[str, Version], copy: Copy, folder: str, hidden: str
 ) -> str:
-    """Download the checkpoint `folder` into `hidden`, and once more if it arrived damaged.
+    """Download the checkpoint `folder` into `hidden`, and again if it arrived damaged.
 
     Returns the problem with the files of the last download, or "" if they are intact.
     """

@@ -24,7 +24,7 @@ MOUNTED_BUCKETS = (
     "fuse.rclone",
     "fuse.s3fs",
 )
-"""The kernel's names for the file systems of programs that mount a bucket as a folder."""
+"""The kernel's names for file systems by which programs mount a bucket as a folder."""
 LOCK_WAIT_S = 15.0
 """The maximum time to wait for the lock while the previous process may still be saving a large
 checkpoint."""
@@ -79,8 +79,8 @@ class RunLock:
         self._file = file
 
     def _wait_for(self, file: IO[str]) -> None:
-        """Lock the open file. Tell the user once that another process has it, and wait for the end
-        of that process. A file system without locks only causes a warning.
+        """Lock the open file. If another process has locked it, tell the user once, and wait for
+        that process to end. A file system without locks only causes a warning.
         """
         deadline = time.monotonic() + LOCK_WAIT_S
         is_announced = False
@@ -168,7 +168,8 @@ def _check_renames(run_dir: Path) -> None:
 
 
 def _mount_hint(run_dir: Path, root: Path = Path("/")) -> str:
-    """Return a remedy if `run_dir` is on a FUSE mount, else "". root: the parent of `proc`."""
+    """Return a remedy if `run_dir` is on a FUSE mount, else "". root: the folder that contains
+    `proc`."""
     kind = file_system(run_dir, root)
     if not kind.startswith("fuse"):
         return ""

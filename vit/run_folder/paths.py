@@ -13,7 +13,8 @@
       stopped_early          exists while the run is stopped but not finished
       .lock                  locked by the training process
 
-This package does not import torch, because batch scripts and programs that copy runs use it.
+This package does not import torch, because it is used by batch scripts and by programs that copy
+runs.
 """
 
 import json
@@ -41,7 +42,7 @@ LOCK_FILE = ".lock"
 
 
 def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
-    """Return the path of the weights `name` ("last" or "best"), or of their EMA version."""
+    """Return the path of the weights file `name` ("last" or "best"), or of its EMA version."""
     return run_dir / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
 
 

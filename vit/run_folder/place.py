@@ -37,8 +37,9 @@ class Place:
             self.remove_unfinished()
 
     def create(self, lock: RunLock) -> bool:
-        """Create the folder of a new run, and lock it. Return whether it contains a checkpoint, of
-        a process that was faster and has ended. Raises ValueError if it cannot be created."""
+        """Create the folder of a new run, and lock it. Return whether it already contains a
+        checkpoint, because another process was faster and has ended. Raises ValueError if the
+        folder cannot be created."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -58,7 +59,8 @@ class Place:
         """Raise ValueError if another job has started to write to the run."""
 
     def push(self) -> float | None:
-        """Upload new files. Return the time in seconds, or None if the run has no URL."""
+        """Upload new files. Return the seconds that the upload took, or None if the run has no
+        URL."""
         return None
 
     def address(self) -> str:

@@ -57,7 +57,8 @@ OF_WEIGHTS = ("weights/last", "weights/config.json")
 def local_copy(run: object, only_weights: bool = False) -> Path:
     """Return `run` if it is a path. If it is a URL, download the run and return the local folder.
 
-    only_weights: download only weights and metrics.jsonl. Raises the errors of `local_run`.
+    only_weights: whether to download only weights and metrics.jsonl. Raises the errors of
+    `local_run`.
     """
     return local_run(str(run), only_weights) if is_url(run) else Path(str(run))
 
@@ -65,9 +66,9 @@ def local_copy(run: object, only_weights: bool = False) -> Path:
 def local_run(url: str, only_weights: bool = False) -> Path:
     """Return a folder with a copy of the run at `url`.
 
-    The URL can also point to a checkpoint or a single file. only_weights: download only the weights
-    and metrics. Raises ValueError if the URL points to none of these, or if the store cannot be
-    used.
+    The URL can also point to a checkpoint or a single file. only_weights: whether to download only
+    the weights and metrics. Raises ValueError if the URL points to none of these, or if the store
+    cannot be used.
     """
     store = store_at(url, PATIENCE_S, "")
     folder = cache_of(url, "fetched")

@@ -1,1 +1,2 @@
-"""What happens before the first step: checks, the step and its model, and the first lines."""
+"""The code that runs before the first step: it checks the hosts, creates the model and its training
+step, and writes the first log lines."""

@@ -22,17 +22,17 @@ PROBED_TOKENS = 64
 
 
 def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Make torch use only the kernel `train.attention`, or any kernel if it is `auto`.
+    """Make torch use only the kernel that `train.attention` names, or any kernel if it is `auto`.
 
     Call this before compiled graphs are traced, because each graph keeps its kernel. Raises
-    ValueError if `model` has no attention, or if a forward and backward pass of the kernel fails
-    for the heads of `model`.
+    ValueError if `model` has no attention, or if the kernel fails in a forward and backward pass
+    with heads like those of `model`.
     """
     kernel = config.attention.removesuffix("3")
     if kernel != "auto":
         _check(model, config, kernel, device)
 
-    # These flags also apply to CPUs.
+    # Despite their names, these flags also apply to CPUs.
     torch.backends.cuda.enable_flash_sdp(kernel in ("auto", "flash"))
     torch.backends.cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
@@ -84,11 +84,11 @@ def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.dev
 
 
 def _works(kernel: str, layer: Any, precision: str, device: torch.device) -> bool:
-    """Return whether a forward and backward pass of `kernel` succeed for the heads of `layer`."""
+    """Return whether `kernel` succeeds in a forward and backward pass with heads like `layer`'s."""
     q, dropout = _probe(layer, precision, device)
     try:
         with sdpa_kernel(KERNELS[kernel]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about each reason
+            warnings.simplefilter("ignore")  # torch warns about each reason for a failure
             F.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
     except RuntimeError:
         return False
@@ -96,7 +96,8 @@ def _works(kernel: str, layer: Any, precision: str, device: torch.device) -> boo
 
 
 def _probe(layer: Any, precision: str, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Return a query for the heads of `layer`, (1, heads, tokens, head_dim), and its dropout."""
+    """Return a query tensor for `layer`'s heads, (1, heads, tokens, head_dim), and the dropout
+    rate."""
     head_dim = layer.qkv.out_features // (3 * layer.num_heads)
     dropout = getattr(layer.attn_drop, "p", layer.attn_drop)  # a module in timm
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)

@@ -22,7 +22,7 @@ def compile_blocks(
 
     The blocks of `vit.model` are compiled in groups of up to four. All groups share one graph in
     training and one in evaluation, so compiling ViT-H takes about as long as compiling ViT-B.
-    backend, mode: those of torch.compile.
+    backend, mode: arguments for torch.compile.
     """
     blocks: Any = getattr(model, "blocks", [model])
     parts = list(blocks)
@@ -38,7 +38,7 @@ def compile_blocks(
     # separately. With one graph per group of blocks, splitting is not needed: the all-reduce of one
     # group already overlaps with the backward pass of the next.
     torch._dynamo.config.optimize_ddp = False
-    # Blocks of timm models with different drop path rates have one graph each. After 8 graphs (the
+    # In timm models, blocks with different drop path rates have one graph each. After 8 graphs (the
     # default limit), torch would run all other blocks uncompiled, even in evaluation.
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, 2 * len(parts) * num_sizes
@@ -55,14 +55,17 @@ def _has_hooks(module: nn.Module) -> bool:
 def _group_size(model: Any) -> int:
     """Return how many blocks of a `VisionTransformer` become one graph: a divisor of its depth.
 
-    Three or four remove most seams. In larger groups, compilation takes longer, and the all-reduce
-    of the first group, which overlaps with no backward pass, has more gradients.
+    Groups of three or four blocks remove most boundaries between graphs. With larger groups,
+    compilation takes longer, and the all-reduce of the first group, which overlaps with no backward
+    pass, has more gradients.
     """
-    # A group calls the two parts of a block, so it would skip hooks, and another class's `forward`.
+    # A group calls the two parts of each block directly, so it would skip hooks and the `forward`
+    # method of another class.
     if not all(type(block) is Block and not _has_hooks(block) for block in model.blocks):
         return 1
 
-    # A group would be checkpointed as a whole, or have a graph for its own rates.
+    # With checkpointing, a group would be checkpointed as a whole. With the form `subset`, each
+    # group would need its own graph for its drop path rates.
     has_row_counts = len(set(model.drop_paths.rates)) > 1 and model.drop_paths.form == "subset"
     if model.blocks.checkpoint_every or has_row_counts:
         return 1
@@ -102,8 +105,8 @@ def why_not_compiled(device: torch.device) -> str:
     """Return why torch.compile does not work on this host for `device`, or "" if it works.
 
     The check compiles a small function. The seconds that the check takes are saved in the first
-    real compilation. Searching for the tools is not enough: a C++ compiler fails without Python's
-    headers.
+    real compilation. Searching for the tools is not enough, because an installed C++ compiler still
+    fails if Python's headers are missing.
     """
     constant = time.time_ns()  # a new constant, so that no cache contains the result
 
@@ -122,8 +125,8 @@ def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
     """Make blocks of `model` store only their inputs, and recompute activations in the backward
     pass.
 
-    blocks_setting: `train.activation_checkpointing`. Call before `compile_blocks`. Raises
-    ValueError for timm models that do not support the setting.
+    blocks_setting: `train.activation_checkpointing`. Call this function before `compile_blocks`.
+    Raises ValueError for timm models that do not support the setting.
     """
     if blocks_setting == "none":
         return

@@ -59,7 +59,7 @@ def create_train_step(
 
     probes = None
     if config.log.norms_every_steps is not None:
-        # Few runs measure norms.
+        # Import the module only here, because few runs measure norms.
         from vit.training.norm_probes import create_probes
 
         with world.fail_together():

@@ -1,4 +1,4 @@
-"""Check each host, and the disk of the run folder, before the model is created."""
+"""Check each host, and the disk that holds the run folder, before the model is created."""
 
 from dataclasses import replace
 

@@ -22,7 +22,7 @@ from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_wei
 from vit.weights.published import normalization_notes
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
-"""The last parts of the names of settings that do not change tensor shapes."""
+"""The endings of the names of settings that do not change tensor shapes."""
 
 
 def load_initial_weights(
@@ -37,7 +37,8 @@ def load_initial_weights(
     checkpoint = config.init.checkpoint
 
     def read() -> dict[str, Any]:
-        """Load the weights into `model`, and return the facts about them. Rank 0 only."""
+        """Load the weights into `model`, and return facts about the weights. Only rank 0 calls
+        this."""
         assert checkpoint is not None, "the caller checks"
         loaded = read_weights(checkpoint)
         for line in _load(
@@ -60,7 +61,7 @@ def _load(
     class_names: list[str],
     num_classes: int,
 ) -> list[str]:
-    """Load the weights of `init.checkpoint` into `model`, and return notes on their fit."""
+    """Load the weights of `init.checkpoint` into `model`, and return notes on how they fit."""
     init = config.init
     if init.select_classes:
         loaded = select_classes(loaded, class_names)
@@ -84,7 +85,7 @@ def _load(
 
 
 def _overriding_settings(model: ModelConfig) -> str:
-    """Return which settings change the shapes of a named timm model, or ""."""
+    """Return a message about settings that change the shapes of a named timm model, or ""."""
     fields = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
     keys = [f"model.{key}" for key in fields if not key.endswith(_OF_NO_SHAPE)]
     if not keys or not model.name.startswith("timm/"):
@@ -97,7 +98,8 @@ def _overriding_settings(model: ModelConfig) -> str:
 
 
 def _differing_settings(weights_config: dict[str, Any], model: ModelConfig) -> str:
-    """Return which settings that change shapes differ from the weights' own config, or ""."""
+    """Return text that lists differences in shape between the weights' own config and `model`, or
+    ""."""
     stored = {"model": weights_config.get("model", {})}
     current = {"model": model.model_dump(mode="json")}
     changes = [

@@ -22,8 +22,8 @@ from vit.training.plan import Plan
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
 """The memory of a loader worker: Python objects, library data and images. On systems other than
-Linux, a worker is not forked, so it also loads its own libraries. 110 MiB were measured
-(docs/experiments/). metrics.jsonl contains the memory that workers actually use
+Linux, a worker is not forked, so it also loads its own libraries. In a measurement, a worker used
+110 MiB (docs/experiments/). metrics.jsonl contains the memory that workers actually use
 (`loader_worker_mib`)."""
 TENSOR_HEADER_BYTES = 160
 """The approximate size of a tensor's name, dtype, shape and offset in a safetensors header."""
@@ -52,8 +52,8 @@ class HostMemory:
     workers: int
     """The memory of all loader workers, for training and evaluation."""
     saved_copy: int
-    """The page-locked copy of the state, only on the first host, from which a thread writes a
-    checkpoint."""
+    """The page-locked copy of the training state, from which a thread writes a checkpoint. It
+    exists only on the first host."""
 
     @property
     def batches(self) -> int:
@@ -120,7 +120,7 @@ class DiskNeeds:
 
 
 def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
-    """Compute the disk space of a run without allocating parameters, optimizer or EMA."""
+    """Compute the disk space that a run needs, without allocating parameters, optimizer or EMA."""
     with torch.device("meta"):
         # Frozen parameters have no optimizer state.
         model = create_trained_model(config, num_classes)
@@ -140,8 +140,8 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
 
 
 def _num_checkpoints(settings: CheckpointConfig, num_saves: int) -> int:
-    """Return the largest number of checkpoints that exist together, including the one that is being
-    written, because the oldest is removed afterwards."""
+    """Return the largest number of checkpoints that exist at the same time. The number includes the
+    one being written, because the oldest checkpoint is removed only afterwards."""
     newest = min(settings.keep_last + 1, num_saves)
     return newest + (num_saves - newest) // (settings.keep_every or num_saves)
 

@@ -27,7 +27,7 @@ from vit.training.plan import Plan
 from vit.training.run_data import Notes
 
 OTHER_FILES = 256
-"""The number of files per process that are not shards: pipes, libraries and sockets."""
+"""The number of open files per process that are not shards: pipes, libraries and sockets."""
 NCCL_SHM_GIB = 1
 """NVIDIA's recommendation for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 DISK_MARGIN_BYTES = 2**20
@@ -53,13 +53,13 @@ def preflight(
     *,
     saved_bytes: int = 0,
 ) -> Notes:
-    """Check this host, and raise its limit on open files if necessary.
+    """Check this host, and raise this process's limit on open files if necessary.
 
     Raises ValueError if the run cannot work on this host.
 
     Args:
         evals: The batches of each evaluation split, `data.val_split` first.
-        root: The folder of `proc` and `sys`.
+        root: The folder that contains `proc` and `sys`.
         saved_bytes: The size of the state, which rank 0 copies in memory before saving.
     """
     workers = loader.num_workers
@@ -88,7 +88,7 @@ def preflight(
     evaluated = [each.split for each in evals]
     index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
     local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
-    # Shard readers use at most half of the limit, so require twice as many.
+    # Shard readers use at most half of the limit, so the limit must be twice the number of files.
     needed_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
 
     numbers = {
@@ -216,7 +216,8 @@ def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -
 
 
 def check_disk(needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir") -> Notes:
-    """Check the disk of `folder`, and return a log line and numbers about the disk.
+    """Check the free space on the disk that holds `folder`. Return a log line and the measured
+    sizes.
 
     setting: the setting that names the folder. Files that the run has already saved are subtracted
     from `needs`. Raises ValueError if the remaining files do not fit.

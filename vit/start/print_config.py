@@ -41,12 +41,12 @@ def describe(
     """Return the text of `--print-config`: every value with its origin as YAML, and derived numbers
     as comments.
 
-    If the data cannot be opened, the text assumes ImageNet's numbers of images and classes, with a
-    note. Raises the ValueErrors of `make_plan` and `TrainReader.choose`.
+    If the data cannot be opened, the text assumes ImageNet's numbers of images and classes, and a
+    note says so. Raises the ValueErrors of `make_plan` and `TrainReader.choose`.
 
     Args:
         sentences: A description of each setting, printed above its value.
-        reader: Reads the training data.
+        reader: The reader of the training data.
     """
     values = config_io.to_dict(config)
     comments = {
@@ -92,7 +92,7 @@ def _describe_data(
 def _assume_data(
     config: Config, world_size: int, error: ShardError
 ) -> tuple[dict[str, object], int]:
-    """Return the result of `_describe_data` with ImageNet's numbers, as far as the config has none.
+    """Return the result of `_describe_data`, with ImageNet's numbers where the config sets none.
 
     error: the reason why the data cannot be opened.
     """
@@ -162,7 +162,7 @@ def _groups_in_words(model: nn.Module, optim: OptimConfig) -> str:
 
 
 def _retention(settings: CheckpointConfig) -> str:
-    """Return which checkpoints are kept."""
+    """Describe which checkpoints are kept."""
     every = settings.every_steps * (settings.keep_every or 0)
     more = f", and those of each multiple of {every:,} steps" if every else ""
     return f"{settings.keep_last} are kept, plus one while it is written{more}"
@@ -178,7 +178,8 @@ def _working_copy(run: RunConfig) -> dict[str, object]:
 def training_bytes(model: nn.Module, optim: OptimConfig, is_averaged: bool) -> tuple[int, int]:
     """Return (bytes of the tensors in a checkpoint, bytes of the gradients).
 
-    A checkpoint contains weights and buffers, twice with an EMA, and the optimizer state.
+    A checkpoint contains the weights and buffers, which are stored twice if there is an EMA, and
+    the optimizer state.
     """
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

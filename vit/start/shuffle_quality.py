@@ -20,7 +20,8 @@ from vit.data.order import Order, Share
 from vit.data.select import count_labels
 
 NUM_BATCHES = 32
-"""The number of batches to measure. This takes 0.1 s with 4,096 ImageNet samples per batch."""
+"""The number of batches to measure. Measuring them takes 0.1 s with 4,096 ImageNet samples per
+batch."""
 POOR = 0.95
 """An order is reported as poor if the number of classes per batch is below this fraction of the
 number in a perfect shuffle."""
@@ -52,8 +53,8 @@ class ShuffleQuality:
 def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality:
     """Measure the first shuffle of `order` over samples with `labels` (N,).
 
-    With several sources, the position in storage is the index of the draw, numbered source by
-    source.
+    With several sources, the draws are numbered source by source, and a draw's number counts as its
+    position in storage.
     """
     num_steps = order.steps_per_shuffle
     num_batches = min(NUM_BATCHES, num_steps)
@@ -65,7 +66,7 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     for share in shares:
         numbers = range(share.num_samples) if share.chosen is None else share.chosen
         counts = count_labels(labels[share.first :], numbers, len(class_sizes))
-        # A source of few samples may draw each of them several times.
+        # Each sample of a small source may be drawn several times.
         class_sizes += np.round(counts * (share.num_draws / share.num_samples)).astype(np.int64)
 
     draws = replace(order, shares=())
@@ -88,7 +89,7 @@ def quality_of(
     num_places: int,
     class_sizes: NDArray[np.int64],
 ) -> ShuffleQuality:
-    """Measure batches of (labels, positions in storage).
+    """Measure a shuffle from some of its batches, each given as (labels, positions in storage).
 
     Args:
         starts: The start of each batch, as a fraction of one shuffle.

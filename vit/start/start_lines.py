@@ -19,11 +19,13 @@ from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.plan import Plan
 
 FEW_UPDATES = 100
-"""A note is logged if a run of fewer updates starts from random weights: after 35 updates on 493
-photos, the demo's model was as accurate as always answering the largest of ten classes."""
+"""A note is logged if a run of fewer updates starts from random weights. After 35 updates on 493
+photos, the demo's model was only as accurate as a constant prediction of the largest of ten
+classes."""
 FEW_PATCHES = 16
-"""A note is logged for a grid of fewer patches: with 4 patches of 16 px, a ViT reached 51 % on
-CIFAR-10 after 200 epochs (lucidrains/vit-pytorch#12), and 80 % with 64 patches of 4 px."""
+"""A note is logged if the grid has fewer patches. On CIFAR-10, a ViT with 4 patches of 16 px
+reached 51 % after 200 epochs (lucidrains/vit-pytorch#12), and one with 64 patches of 4 px reached
+80 %."""
 NOTABLE_FIRST_SHARE = 0.05
 """A note is logged if the initial weights make up more than this share of the final EMA, which
 happens with fewer than 3 / (1 - decay) updates."""
@@ -68,7 +70,7 @@ def _model_line(config: Config, plan: Plan, train_step: TrainStep) -> str:
 def _order_line(
     config: Config, plan: Plan, batches: AugmentedBatches, shuffle: ShuffleQuality | None
 ) -> str:
-    """Return a line about the order of the images, and about their copies."""
+    """Return a line about the order of the images, and about repeated augmentation."""
     if shuffle is None:
         return f"streamed, {NOT_EXACT}"
     if config.order.aug_repeats == 1:

@@ -17,8 +17,8 @@ LOOK_EACH_S = 1.0
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals while worker processes start. Workers inherit the mask until
-    `follow_parent`."""
+    """Block signals while worker processes start. Workers inherit the signal mask and keep it until
+    they call `follow_parent`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
     try:
         yield

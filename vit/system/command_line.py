@@ -18,7 +18,8 @@ Hint = Callable[[str, str], str]
 
 
 INSTALLED_LAUNCH = Path(__file__).parents[1] / "launch"
-"""The commands folder in an installed package. A checkout has it at the top level."""
+"""The folder of commands in an installed package. In a checkout, this folder is at the top
+level."""
 
 
 def as_typed(text: str) -> str:
@@ -101,7 +102,7 @@ class Parser(argparse.ArgumentParser):
                 value = following
                 argument = f"{argument} {value}"
 
-            # `_hint` comes before an option that is only somewhat similar.
+            # The result of `_hint` takes precedence over an option that is only somewhat similar.
             similar = difflib.get_close_matches(option, options, n=1)
             misspelled = difflib.get_close_matches(option, options, n=1, cutoff=0.8)
             hint = self._hint(option, value) if self._hint and not misspelled else ""
@@ -153,7 +154,7 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 
 def image_size(args: argparse.Namespace) -> int | list[int] | None:
-    """Return the value of --image-size: a side, or height and width."""
+    """Return the value of --image-size: one side length, or the height and the width."""
     size = args.image_size
     return size[0] if size and len(size) == 1 else size
 
@@ -169,9 +170,9 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
 def parse_run_words(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Parse a run folder or URL (`run`, or None) and settings (`overrides`) beside the flags.
+    """Parse the flags, a run folder or URL (`run`, or None), and settings (`overrides`).
 
-    Raises ValueError for more than one folder.
+    Raises ValueError if more than one folder is given.
     """
     parser.add_argument(
         "words",

@@ -46,13 +46,14 @@ def unreadable(path: Path, error: OSError) -> ShardError:
 def temporary_beside(path: Path) -> Path:
     """Return a unique path next to `path` for an unfinished file.
 
-    The name is random because containers may have equal host names and process ids.
+    The name is random because two containers may have the same host names and process ids.
     """
     return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}.tmp")
 
 
 def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
-    """Open and try to lock `path`. Return the descriptor and the outcome (None without locks)."""
+    """Open and try to lock `path`. Return the descriptor, and whether the file is locked (None if
+    the file system has no locks)."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -100,7 +101,8 @@ def _newest_change_s(path: Path) -> float:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove unfinished files of killed processes from `folder`, optionally only of `name`."""
+    """Remove unfinished files of killed processes from `folder`, optionally only those of the file
+    `name`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
         remove_if_abandoned(leftover)
 
@@ -113,7 +115,7 @@ def _leave_unfinished() -> None:
     """Make a forked process release the files that its parent is writing."""
     # A loader worker lives for hours. Its inherited descriptor would keep an abandoned file locked
     # and a removed file on disk. Replace the descriptors instead of closing them. Otherwise the
-    # worker's copy of the file object could write to the next file with the same number.
+    # worker's copy of the file object could write to the next file with the same descriptor number.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _unfinished:
         os.dup2(null, descriptor, inheritable=False)
@@ -135,7 +137,7 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # No link remains if another process removed the unlocked file as abandoned.
+            # The file has no links if another process removed it as abandoned before it was locked.
             if os.fstat(file.fileno()).st_nlink:
                 break
 
@@ -157,7 +159,7 @@ def locked_folder(path: Path) -> tuple[Path, int]:
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            # The folder is missing if another process removed it, unlocked, as abandoned.
+            # The folder is missing if another process removed it as abandoned before it was locked.
             if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)

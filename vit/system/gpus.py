@@ -1,7 +1,8 @@
-"""List GPUs with their peak FLOP/s of matrix products, memory size and memory bandwidth.
+"""List GPUs with their peak FLOP/s for matrix products, memory size and memory bandwidth.
 
-The table has the dense peak of the data sheet, because model FLOPs utilization (MFU) is relative to
-that peak. The peak with structured sparsity is twice as high, but training does not use sparsity.
+The table contains the dense peaks from the data sheets, because model FLOPs utilization (MFU) is
+relative to the dense peak. The peak with structured sparsity is twice as high, but training does
+not use sparsity.
 """
 
 import re
@@ -25,7 +26,7 @@ class Gpu:
     bandwidth_gbs: float
     """The memory bandwidth in 10**9 bytes per second."""
     pattern: str
-    """A regular expression that matches the driver's name of the GPU."""
+    """A regular expression that matches the driver's name for the GPU."""
 
     @property
     def has_bf16(self) -> bool:
@@ -41,9 +42,9 @@ class Gpu:
 #
 # Sources: NVIDIA's data sheets for V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM), GH200,
 # HGX B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16 from their
-# fp8 and fp4). AWS's page of G5 for A10G, sellers' pages for H20. Appendix A of the GA102, Ada and
-# RTX Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32
-# accumulation. AMD's data sheet for MI300X.
+# fp8 and fp4). AWS's page about G5 for A10G, and sellers' pages for H20. Appendix A of the GA102,
+# Ada and RTX Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as fast
+# with fp32 accumulation. AMD's data sheet for MI300X.
 #
 # The first matching pattern is used, so put narrower patterns first.
 _TABLE = r"""

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 U64 = np.uint64
 CHUNK_NUMBERS = 1 << 16
-"""The number of integers hashed at a time, small enough for the cache of a core."""
+"""The number of integers that are hashed at a time, so few that they fit into a core's cache."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
@@ -35,7 +35,8 @@ def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
 def fold_numbers(
     key_of: Callable[[NDArray[np.integer]], NDArray[np.uint64]], numbers: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Return `key_of(numbers)`, computed in chunks: `fold` needs five times its result's memory."""
+    """Return `key_of(numbers)`, computed in chunks, because `fold` needs five times as much memory
+    as its result."""
     keys = np.empty(len(numbers), U64)
     for start in range(0, len(numbers), CHUNK_NUMBERS):
         chunk = slice(start, start + CHUNK_NUMBERS)
@@ -58,8 +59,8 @@ def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
 class Permutation:
     """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network.
 
-    The network permutes a power of four; values of n and above are permuted again ("cycle
-    walking").
+    The network permutes range(m), where m is a power of four and at least n. Values of n and above
+    are permuted again ("cycle walking").
     """
 
     def __init__(self, n: int, key: ArrayLike, rounds: int = 6):

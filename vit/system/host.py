@@ -49,7 +49,7 @@ def num_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that the job may use on this host, at least 1.
 
     The process's initial affinity and the quotas of its control groups limit the number. `root`:
-    the folder of `proc` and `sys`.
+    the folder that contains `proc` and `sys`.
     """
     cores = float(_num_before_binding or _num_allowed())
     for group in _groups(root, "cpu"):
@@ -79,8 +79,8 @@ def _num_allowed() -> int:
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that this process and its children may still use; None if unknown.
 
-    The machine's available memory and the limits of control groups apply. The file cache of a group
-    counts as free.
+    Both the machine's available memory and the control groups' limits apply. A control group's file
+    cache counts as free.
     """
     free = [
         int(line.split()[1]) * 1024
@@ -118,7 +118,7 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
 def file_system(path: Path, root: Path = Path("/")) -> str:
     """Return the kernel's name for the file system of `path` (ext4, nfs4, lustre), or "".
 
-    `root`: the folder of `proc`.
+    `root`: the folder that contains `proc`.
     """
     device = os.stat(path).st_dev
     path = path.resolve()
@@ -141,7 +141,8 @@ def is_shared(kind: str) -> bool:
 
 
 def process_state(pid: int | None) -> str:
-    """Return a process state to append to messages, such as ", stopped"; "" if unknown."""
+    """Return a process's state as text to append to a message, such as ", stopped", or "" if
+    unknown."""
     letter = text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2][:1]
     return f", {_STATES[letter]}" if letter in _STATES else ""
 
@@ -149,7 +150,7 @@ def process_state(pid: int | None) -> str:
 def num_nvidia_gpus(root: Path = Path("/")) -> int:
     """Return the number of NVIDIA GPUs on the PCI bus, with or without a working driver.
 
-    Returns 0 if unknown. `root`: the folder of `proc` and `sys`.
+    Returns 0 if unknown. `root`: the folder that contains `proc` and `sys`.
     """
     display = "0x03"  # the PCI class of display and 3D controllers
     return sum(
@@ -179,7 +180,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
-        # In a container, this may be a path on the host. In that case, only the mount exists.
+        # In a container, `group` may be a path on the host. Only the mount point then exists.
         yield from (
             place
             for place in (group, *group.parents)
@@ -196,7 +197,8 @@ def text_of(path: Path) -> str:
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """Return the CPU model, or the architecture if unknown. `root`: the folder of `proc`."""
+    """Return the CPU model, or the architecture if unknown. `root`: the folder that contains
+    `proc`."""
     match = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.M)
     return match[1].strip() if match else platform.machine()
 

@@ -42,7 +42,7 @@ class Meter:
             meter.update(done=6_400)
 
     Args:
-        shown: False prints nothing.
+        shown: Whether to print anything.
         into: A function that receives the text instead of stderr.
     """
 

@@ -1,4 +1,4 @@
-"""Turn a missing optional package of this project into an error for the user."""
+"""Convert the error for a missing optional package of this project to a message for the user."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -69,8 +69,8 @@ _COMMANDS = re.compile(r"\x1b(?!\[[0-9;?]*[A-Za-z])|[\x00-\x08\x0b\x0c\x0e-\x1a\
 """Matches control characters (window titles, clipboard, bells), except tab, line feed, carriage
 return and CSI sequences."""
 _LONG_LINE = re.compile(r"(?m)^(.{1200}).+(.{600})$")
-"""Matches a line that would fill a screen. Its end is kept, because a message ends with the
-remedy."""
+"""Matches a line that would fill a screen. Such a line is cut, but its end is kept, because a
+message ends with the remedy."""
 _known: dict[str, str] = {}
 """Maps every encoding of the secrets that this process has used to its replacement."""
 
@@ -106,7 +106,8 @@ def shown_values(value: object) -> Any:
 
 
 def _without_userinfo(match: re.Match[str]) -> str:
-    """Return a match of USERINFO with the login masked, unless it is only a variable."""
+    """Return the text of a USERINFO match with the login masked, unless the login is only a
+    variable."""
     login = match["login"]
     user, has_password, password = login.removesuffix("@").partition(":")
     is_harmless = MASK not in login and _NO_SECRET.fullmatch(password if has_password else user)
@@ -114,14 +115,16 @@ def _without_userinfo(match: re.Match[str]) -> str:
 
 
 def _without_query(match: re.Match[str]) -> str:
-    """Return a match of QUERY with the query masked, unless all its values are only variables."""
+    """Return the text of a QUERY match with the query masked, unless all its values are
+    variables."""
     values = [part.partition("=")[2] or part for part in match["query"].split("&")]
     is_harmless = MASK not in match["query"] and all(map(_NO_SECRET.fullmatch, values))
     return match[0] if is_harmless else f"{match['address']}?{MASK}"
 
 
 def _masked(match: re.Match[str]) -> str:
-    """Return a match with the group `secret` masked, unless the secret is only a variable."""
+    """Return a match's text with the group `secret` masked, unless the secret is only a
+    variable."""
     secret = re.sub(
         r"^(?:Basic|Bearer|Token|Digest|ApiKey)\s+",
         "",
@@ -201,7 +204,8 @@ class _Guarded:
     Control sequences are escaped, except colors and cursor movements, which progress lines need.
     Characters that the stream cannot encode are escaped as well.
 
-    is_view: ignore failed writes, for example to a full disk, instead of raising OSError.
+    is_view: whether to ignore failed writes, for example to a full disk, instead of raising
+    OSError.
     """
 
     def __init__(self, stream: TextIO, is_view: bool):

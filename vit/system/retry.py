@@ -43,11 +43,11 @@ class RetryableError(Exception):
         final: Exception | None = None,
         num_refusals: int = NUM_REFUSALS,
     ):
-        """Store the reason, and what limits the retries.
+        """Store the reason and the limits on retries.
 
         Args:
             retry_after_s: The shortest pause that the server allows.
-            final: The error to raise after `num_refusals` consecutive attempts.
+            final: The error to raise after `num_refusals` consecutive failed attempts.
         """
         super().__init__(reason)
         self.retry_after_s = retry_after_s
@@ -79,8 +79,9 @@ class RetryPolicy:
         errors of `attempt` are raised unchanged.
 
         Args:
-            address: URL or path for messages, without secrets.
-            while_waiting: Called a few times per second during pauses; may raise an error to stop.
+            address: The URL or path for messages, without secrets.
+            while_waiting: A function that is called a few times per second during pauses. It may
+                raise an error to stop the retries.
         """
         global _retries
         place = _server_or_folder(address)
@@ -165,8 +166,8 @@ class _Outage:
     def wait(self, now_s: float, pause_s: float, while_waiting: Callable[[], None] | None) -> float:
         """Wait for `pause_s`, and return how long the process was suspended meanwhile.
 
-        The process may have been suspended for hours, which must not count toward the limit, so
-        the times of the outage are moved. Another thread may have moved them already.
+        The process may have been suspended for hours, which must not count toward the limit, so the
+        outage's times are shifted by that duration. Another thread may already have shifted them.
         """
         failed_s = self.failed_s
         warn_at_s = self.warn_at_s

@@ -2,8 +2,8 @@
 
 An address or command may contain a login (`https://user:password@host/...`, a signed query, a
 header for curl) or, better, an environment variable (`${NAME}`). `resolve` substitutes variables.
-`bare` returns the address without its login, which identifies a data set. Requests use `address`,
-with the headers from `credentials`.
+`bare` returns the address without its login. This bare address identifies a data set. Requests use
+`address`, with the headers from `credentials`.
 
 The login is taken from the first of these sources that has one: the address; VIT_HTTP_HEADER, with
 lines of `host Header: value`; HF_TOKEN, for https://huggingface.co; and `.netrc`, or the file named
@@ -37,7 +37,7 @@ def local_path(root: str | Path) -> Path | None:
 
 
 def on_the_web(url: str) -> bool:
-    """Return whether `vit.data.storage.http` reads a URL."""
+    """Return whether `url` is a URL that `vit.data.storage.http` reads."""
     return url.startswith(("http://", "https://"))
 
 
@@ -131,15 +131,16 @@ def is_url(place: object) -> bool:
 
 
 def bare(text: str) -> str:
-    """Return `text`, equal for all users, without the userinfo and query of its URLs."""
+    """Return `text` without the userinfo and query of its URLs, so that it is the same for all
+    users."""
     return QUERY.sub(r"\g<address>", USERINFO.sub(r"\g<slash>", text))
 
 
 def address(url: str, name: str = "") -> str:
     """Return the URL to request for the file `name` in the folder `url`, or for `url` alone.
 
-    The userinfo is removed, because a header contains it. A query, such as the signature of a
-    folder, is placed after the name.
+    The userinfo is removed, because the login is sent in a header. A query, such as the signature
+    of a folder, is placed after the name.
     """
     _remember(url)
     parts = urllib.parse.urlsplit(url)
@@ -167,7 +168,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _choices(inside: str) -> list[str]:
-    """Return the alternatives inside a pair of braces; [] if it is no pattern."""
+    """Return the alternatives inside a pair of braces, or [] if `inside` is not a pattern."""
     bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
     if bounds is None:
         return inside.split(",") if "," in inside else []

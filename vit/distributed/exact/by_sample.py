@@ -2,12 +2,12 @@
 
 torch's generators are stateful, so the random numbers of a sample depend on all earlier draws in
 the same process. In this module, a random number is a pure function of (seed, step, row of the
-global batch, layer, position in the sample). The function is the hash that also orders samples and
-draws augmentations (vit/system/hashing.py), computed on the device.
+global batch, layer, position in the sample). This function is the hash that also orders samples and
+draws augmentations (vit/system/hashing.py), but it is computed on the device.
 
-`draw_by_sample` replaces the random modules of a model. `SampleKeys.set` sets the keys of the next
-rows. Each dropout module runs about ten elementwise int64 operations, which torch.compile fuses
-into one kernel. The cost of drop path is negligible.
+`draw_by_sample` replaces the random modules of a model. `SampleKeys.set` sets the keys for the rows
+of the next micro-batch. Each dropout module runs about ten elementwise int64 operations, which
+torch.compile fuses into one kernel. The cost of drop path is negligible.
 """
 
 import math
@@ -26,11 +26,11 @@ _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
 _FACTOR_2 = 0x94D049BB133111EB - 2**64
 _NUM_BITS = 31
-"""The number of random bits per value: probabilities are multiples of 2**-31."""
+"""The number of random bits per value. Probabilities are therefore multiples of 2**-31."""
 
 
 def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
-    """Return the highest 31 bits of `hash64(key ^ n)` for each key and n < num_draws.
+    """Return the highest 31 bits of `hash64(key ^ n)` for each key and each n < num_draws.
 
     keys: (rows,) int64. Returns (rows, num_draws) int64 in [0, 2**31).
     """
@@ -44,26 +44,28 @@ def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
 
 
 class _BySample(nn.Module):
-    """The base class of modules that zero values with probability `rate` and rescale the rest."""
+    """The base class of modules that zero values with probability `rate` and rescale the others."""
 
     keys: Tensor
     threshold: Tensor
     scale: Tensor
 
     def __init__(self, rate: float, keys: Tensor):
-        """Store `rate`, in [0, 1), and `keys`, (rows,) int64, whose values `SampleKeys` sets."""
+        """Store `rate` in [0, 1) and `keys`, (rows,) int64. `SampleKeys` later sets the values of
+        the keys."""
         super().__init__()
         self.rate = rate
         self.register_buffer("keys", keys, persistent=False)
 
-        # torch.compile would compile one graph per Python number, so use tensors.
+        # torch.compile would compile a separate graph for each value of a Python number, so use
+        # tensors.
         buffers = {"threshold": round(rate * 2**_NUM_BITS), "scale": 1.0 / (1.0 - rate)}
         for name, value in buffers.items():
             self.register_buffer(name, torch.tensor(value, device=keys.device), persistent=False)
 
     def _kept(self, num_rows: int, num_draws: int) -> Tensor:
-        """Return a mask of the values to keep, (keys, ...) bool, with `num_draws` values per
-        row."""
+        """Return a mask of the values to keep, (keys, values per key) bool, with `num_draws` values
+        in total."""
         # Windows of an image, as in Swin, are consecutive rows and share the key of their image. If
         # the number of rows is not a multiple of the number of keys, only the first keys are used,
         # so the values depend on the micro-batch.
@@ -72,7 +74,7 @@ class _BySample(nn.Module):
 
 
 class DropoutBySample(_BySample):
-    """A replacement for `nn.Dropout` on inputs (rows, ...)."""
+    """A replacement for `nn.Dropout` on inputs of shape (rows, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -81,7 +83,7 @@ class DropoutBySample(_BySample):
 
 
 class DropPathBySample(_BySample):
-    """A replacement for timm's `DropPath` on inputs (rows, ...)."""
+    """A replacement for timm's `DropPath` on inputs of shape (rows, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -91,7 +93,7 @@ class DropPathBySample(_BySample):
 
 
 class DropPathsBySample(nn.Module):
-    """A replacement for `vit.layers.drop_path.DropPaths` in the form `mask`."""
+    """A replacement for `vit.layers.drop_path.DropPaths` whose form is `mask`."""
 
     keys: Tensor
     thresholds: Tensor
@@ -108,7 +110,7 @@ class DropPathsBySample(nn.Module):
         self.register_buffer("scales", (1.0 / (1.0 - dropped)).float(), persistent=False)
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the factors of each branch, (rows, 1, 1); nothing in evaluation."""
+        """Return the factors of each branch, (rows, 1, 1), or () in evaluation mode."""
         if not self.training:
             return ()
         bits = draw_bits(self.keys.flatten(), 1).view(self.keys.shape)
@@ -134,13 +136,14 @@ class SampleKeys:
 
 
 def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> SampleKeys:
-    """Replace the modules of `model` for dropout and drop path, and return the keys for all.
+    """Replace `model`'s modules for dropout and drop path, and return the random keys of all of
+    them.
 
     A module that is called twice per forward pass must be registered under two names. Otherwise
     both calls would drop the same values. Other random modules (dropout in attention, patch
     dropout, `drop_path_form: subset`) are not replaced.
 
-    num_rows: number of rows in a micro-batch.
+    num_rows: the number of rows in a micro-batch.
     """
     # `named_children` would skip the second name of a module.
     children = [
@@ -158,7 +161,8 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
 
 
 def _rates(module: nn.Module) -> Sequence[float]:
-    """Return the rates of the layers for which `module` draws, or nothing to keep the module."""
+    """Return the drop rates of the layers for which `module` draws, or [] if `module` is not
+    replaced."""
     if isinstance(module, nn.Dropout):
         return [module.p] if module.p else []  # Rate 0 drops nothing, so do not replace it.
     if isinstance(module, DropPaths):

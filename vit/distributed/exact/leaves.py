@@ -27,8 +27,8 @@ _SEED_SAMPLE = 0x0D2
 def same_kernels(world: World) -> str:
     """Fix the number of threads, and describe everything that affects the bits of a sum.
 
-    Raises ValueError if OMP_NUM_THREADS is not a number, and on each rank whose description differs
-    from rank 0's.
+    Raises ValueError if OMP_NUM_THREADS is not a number, or if this rank's description differs from
+    rank 0's.
     """
     if world.device.type != "cuda":
         # A matrix product is split over threads, so its bits depend on the number of threads.
@@ -49,7 +49,8 @@ def same_kernels(world: World) -> str:
 
 
 def check_leaves(model: nn.Module) -> None:
-    """Raise ValueError if a forward pass would change the model, and therefore the next pass."""
+    """Raise ValueError if a forward pass would change the model, and therefore the next pass's
+    result."""
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             raise ValueError(
@@ -73,8 +74,8 @@ def _num_threads() -> int:
 class Leaves:
     """The leaves of a rank, in row order: an implementation of `vit.training.reduce.Reduce`.
 
-    This class replaces the dropout modules of `model`, and reduces the gradients, so the model must
-    not be wrapped by DDP.
+    This class replaces `model`'s dropout modules. It also reduces the gradients, so DDP must not
+    wrap the model.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Leaves:
     ):
         self.module = model
         self.world = world
-        # All ranks have the same norm. Averaging would round the norm, so use the norm of one rank.
+        # All ranks have the same gradient norm. Averaging it would round it, so use one rank's
+        # norm.
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
@@ -95,7 +97,7 @@ class Leaves:
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
 
-        # Despite equal seeds, initial weights may differ between hosts with different library
+        # Even with the same seed, initial weights may differ between hosts with different library
         # versions.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
@@ -127,16 +129,16 @@ class Leaves:
         self._sums[1, leaf].copy_(row_weights)
 
     def finish(self) -> None:
-        """Set `grad` of each parameter to the gradient sum over all leaves of all ranks."""
+        """Set each parameter's `grad` to the sum of its gradients over the leaves of all ranks."""
         self.gradients.finish()
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Sum `values` over the ranks in place, and set the first two to the loss and weight of the
-        batch.
+        """Sum `values` over the ranks in place, and set the first two values to the batch's loss
+        and weight.
 
         values: (n,) float32; all but the first two are integers, or zero on all ranks but one.
         """
-        # On all ranks but one, the sums of a leaf are zero, so adding them in any order is exact.
+        # A leaf's sums are zero on all ranks but one, so adding them in any order is exact.
         summed = self.world.sum_(torch.cat([values, self._sums.flatten()]))
         values.copy_(summed[: len(values)])
         values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)

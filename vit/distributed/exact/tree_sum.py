@@ -2,8 +2,8 @@
 
 Floating-point addition rounds, so (a + b) + c and a + (b + c) may differ in the last bit. An
 all-reduce adds the gradients of R ranks in an order that depends on R. In this module, the order
-depends only on the global batch. The batch is split into leaves, which are micro-batches of equal
-size, and their gradients are added along a binary tree over the leaves. With 6 leaves:
+depends only on the global batch. The batch is split into leaves, which are micro-batches of the
+same size, and their gradients are added along a binary tree over the leaves. With 6 leaves:
 
     level 3                 (3, 0)                  the sum
     level 2         (2, 0)          (2, 1)
@@ -15,11 +15,12 @@ as soon as both siblings exist, they are replaced by their parent, which is thei
 therefore stores at most two vectors per level. Then all ranks add the remaining nodes together
 (`TreeSum.finish`). The gradients are split into one piece per rank. Each rank receives its piece of
 all remaining nodes, adds these nodes in tree order, and sends the sum to all ranks. If each rank
-has one remaining node, as with equal shares of 2**k leaves, the traffic equals that of a ring
-all-reduce. A bucket of gradients is exchanged as soon as the rank's last backward pass has computed
-it.
+has one remaining node, for example if each rank computed 2**k leaves, the traffic is the same as in
+a ring all-reduce. A bucket of gradients is exchanged as soon as the rank's last backward pass has
+computed it.
 
-docs/exactness.md explains how the rest of a training step is made independent of the ranks.
+docs/exactness.md explains how all other parts of a training step are made independent of the number
+of ranks.
 """
 
 import math
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from vit.distributed.world import World, leaves_of
 
 BUCKET_BYTES = 25 * 2**20
-"""The size of a gradient bucket, which is exchanged as a whole (DDP's default)."""
+"""The size of a gradient bucket (DDP's default). Each bucket is exchanged as a whole."""
 
 
 ALIGNED_VALUES = 16
@@ -58,7 +59,8 @@ def _multiple_of(unit: int, length: int) -> int:
 class Stack:
     """The nodes of a rank from left to right. Two siblings at the end are replaced by their parent.
 
-    The stack stores no vectors: `push` returns the number of additions, and the caller adds.
+    The stack stores no vectors: `push` returns the number of additions, and the caller adds the
+    vectors.
     """
 
     def __init__(self, num_leaves: int):
@@ -131,8 +133,8 @@ class _Bucket:
     """The number of parameters whose gradients are still incomplete."""
     num_parameters: int
     sent: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
-    """The pending exchanges (work, sent, received). Their number is the largest number of remaining
-    nodes of any rank."""
+    """The pending exchanges, each (work, sent, received). There is one for each node that remains
+    on the rank with the most remaining nodes."""
 
 
 class TreeSum:
@@ -305,8 +307,9 @@ class TreeSum:
     def _finish_piece(self, received: list[tuple[Tensor, ...]]) -> Tensor:
         """Add the remaining nodes of all ranks in tree order, and return the sum (n,).
 
-        received: a tuple of (n,) per exchange: the first nodes of all ranks, then the second nodes
-        of the ranks that have two, and so on.
+        received: for each exchange, a tuple of vectors (n,). The first exchange brought the first
+        node of every rank, the second brought the second node of every rank that has two, and so
+        on.
         """
         of_turn = [iter(vectors) for vectors in received]
         stack = Stack(self.num_leaves)
