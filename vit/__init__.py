@@ -9,8 +9,8 @@
     trained.classify("photo.jpg")           # [("seven", 0.93), ("one", 0.04), ...]
 
 Use `create_model`, `open_split`, `create_loader` and `evaluate_model` in your own training loop
-(docs/own_loop.md). The names in `vit` and their arguments are stable. Each name is imported on
-first use, so that data preparation starts quickly and needs no torch.
+(docs/own_loop.md). The names in `vit` and their arguments are stable. The module of each name is
+imported on first use, so data preparation starts quickly and does not need torch.
 """
 
 from __future__ import annotations

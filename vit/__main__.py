@@ -27,13 +27,13 @@ COMMANDS = sorted(path.stem for path in LAUNCH.glob("*.py") if path.stem != "che
 
 
 def main() -> None:
-    """Run the command given in `sys.argv`, or exit with status 2 if it is unknown."""
+    """Run the command given in `sys.argv`, or exit with status 2 if the command is unknown."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
         script = LAUNCH / f"{name}.py"
         sys.argv = [str(script), *sys.argv[2:]]
-        # The scripts import check_versions from their own folder. `python launch/NAME.py` would add
-        # that folder to sys.path.
+        # The scripts import check_versions from their own folder, which `python launch/NAME.py`
+        # would add to sys.path.
         sys.path.insert(0, str(LAUNCH))
         runpy.run_path(str(script), run_name="__main__")
     elif name == "prep":
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _prepare() -> None:
-    """Run `vitline prep SOURCE`, or list the sources."""
+    """Run `vitline prep SOURCE`, or list all sources if no source is given."""
     from data_prep import COMMANDS as PREP_COMMANDS
 
     source = sys.argv[2] if len(sys.argv) > 2 else "--help"
@@ -74,7 +74,7 @@ def refuse(command: str, hint: str, listing: str) -> NoReturn:
 
 
 def usage() -> str:
-    """Return a list of all commands with the first line of each docstring."""
+    """Return a list of all commands with the first line of each command's docstring."""
     lines = [f"  {name:10} {_first_line(LAUNCH / f'{name}.py')}" for name in COMMANDS]
     lines.append(f"  {'prep':10} Write, index, verify and describe shards: see `vitline prep`.")
     lines += ["", "Every command has --help. `vitline --version` prints the version."]

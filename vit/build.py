@@ -85,7 +85,7 @@ def _build(
     lock: RunLock,
     signals: StopSignals,
 ) -> Run:
-    """Do parts 2 to 6 of `build`. A signal interrupts them.
+    """Do parts 2 to 6 of `build`, which a signal interrupts.
 
     If another process has meanwhile created the run folder, saved a checkpoint and ended, these
     parts are repeated, so that this process resumes from that checkpoint.
@@ -108,7 +108,8 @@ def _build(
     checkpoint = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks start from the same weights, of a seed, a file or a checkpoint.
+    # 3. The model. All ranks start from the same weights, which come from a seed, a file or a
+    # checkpoint.
     with world.fail_together(), nullcontext() if checkpoint is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
@@ -140,7 +141,7 @@ def _build(
         checkpoints.load_checkpoint(checkpoint.folder, train_step)
         times.end("checkpoint")
 
-    # 6. The folder of a new run, in which another process may have been faster, and the record.
+    # 6. The folder of a new run, which another process may have created first, and metrics.jsonl.
     has_new_checkpoint = world.broadcast_from_main(lambda: not lock.is_held and place.create(lock))
     if has_new_checkpoint:
         return _build(config, world, allowed, parts, place, lock, signals)

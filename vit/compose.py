@@ -1,8 +1,8 @@
-"""List the features of training, and build and train a run with those that its config selects.
+"""List all training features, and build and train a run with the features that its config selects.
 
-Optional features are imported by name, and only if a config needs them. Beside `vit/__init__.py`,
-this is the only module that names modules in strings. If the folder of a feature was deleted, a
-config that needs it is rejected.
+Optional features are imported by name, and only if a config needs them. Apart from
+`vit/__init__.py`, this is the only module that names modules in strings. If the folder of a feature
+was deleted, a config that needs it is rejected.
 """
 
 import importlib
@@ -41,16 +41,17 @@ class Core:
 
 @dataclass(frozen=True)
 class Extra:
-    """A feature in vit/extras/, imported when it is on. See `Feature`."""
+    """A feature in vit/extras/, which is imported only if the config turns it on. See `Feature`."""
 
     order: int
     module: str
-    """The module whose function `parts` returns the parts of the feature."""
+    """The module whose function `parts` returns the feature's parts."""
     setting: Callable[[Config], str]
-    """A function that returns the setting that needs the feature, for messages."""
+    """A function that returns the setting that needs the feature, to name in messages."""
     is_on: Callable[[Config], bool]
     if_missing: Callable[[Config, str], Parts | None] = lambda config, message: None
-    """A function that returns the parts if the folder was deleted; None rejects the config."""
+    """A function that returns other parts if the feature's folder was deleted, or None to reject
+    the config."""
 
     def parts(self, config: Config) -> Parts:
         """See `Feature`."""
@@ -91,14 +92,14 @@ class MemoryAdvice(Hook):
         """See `Hook`."""
         if not out_of_memory(error):
             return
-        with suppress(ValueError), needed_for("advice"):  # without the planner, none is added
+        with suppress(ValueError), needed_for("advice"):  # without the planner, add no advice
             importlib.import_module("vit.extras.planner.fitting").explain(
                 error, run.config, run.plan, run.state.facts["num_classes"], run.world.device
             )
 
 
 def _without_wandb(config: Config, message: str) -> Parts | None:
-    """Return a note in place of W&B, unless the user asked for it."""
+    """Return a note in place of the W&B logger, or None if the user asked for W&B."""
     if config.log.wandb != "auto":
         return None
     return Parts(lines=(f"wandb: {message}: metrics.jsonl only (log.wandb=off silences this)",))
@@ -112,13 +113,14 @@ READERS: tuple[Feature, ...] = (
         is_on=lambda config: config.stream.urls is not None,
     ),
 )
-"""The features that read training data. `reader_of` asks no others, which would import them."""
+"""The features that read training data. `reader_of` asks only these features, because asking other
+features would import them."""
 
 FEATURES: tuple[Feature, ...] = (
     Core(10, lambda config: True, lambda config: Parts(hooks=(HostCheck(),))),
     Core(20, lambda config: True, lambda config: Parts(hooks=(OrderHook(),))),
     Core(30, lambda config: config.train.exact_over_ranks, _exact_over_ranks),
-    # A stream has no fixed sample numbers, so the losses of its samples are not saved.
+    # A stream has no fixed sample numbers, so its sample losses are not saved.
     Core(
         40,
         lambda config: config.log.sample_losses > 0 and config.stream.urls is None,
@@ -161,16 +163,17 @@ FEATURES: tuple[Feature, ...] = (
         if_missing=_without_wandb,
     ),
 )
-"""All features. Their numbers are the order of their hooks."""
+"""All features. The number of each feature is the position of its hooks."""
 
 
 def parts_of(config: Config) -> Parts:
-    """Return the parts of a run. Raises ValueError if a feature is not installed."""
+    """Return the parts of a run of `config`. Raises ValueError if one of its features is not
+    installed."""
     return combine(FEATURES, config)
 
 
 def reader_of(config: Config) -> TrainReader:
-    """Return the reader of the training data. Raises ValueError if it is not installed."""
+    """Return the reader of the training data. Raises ValueError if the reader is not installed."""
     return combine(READERS, config).reader
 
 

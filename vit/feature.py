@@ -1,18 +1,19 @@
-"""The seam between a run and its features.
+"""The interface between a run and its features.
 
-A feature decides by its settings whether it is on, and returns the parts that it adds to a run:
+A feature decides from its settings whether it is on, and returns the parts that it adds to a run:
 
-    hook        calls during training, and what must be right before step 1       Hook
+    hook        calls during training, and checks before step 1                   Hook
     place       where the run is stored                                           OpenPlace
     objective   the loss of each row                                              CreateObjective
     reduction   the sum of gradients over ranks                                   CreateReduce
     reader      the training data                                                 TrainReader
-    logger      a display of metrics.jsonl                                        CreateLogger
+    logger      a program that displays metrics.jsonl                             CreateLogger
     weights     the initial weights                                               LoadWeights
 
-`vit.compose` lists all features. Their settings are in `vit.config.schema`, and contradictions
-between settings in `vit.config.checks`, so that a config is checked, and a stored run is read,
-without the feature. `Hook.opened` refuses what contradicts the data, and returns notes to log.
+`vit.compose` lists all features. `vit.config.schema` defines their settings, and
+`vit.config.checks` finds contradictions between settings, so a config can be checked, and a stored
+run can be read, without the feature. `Hook.opened` rejects settings that contradict the data, and
+returns notes to log.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,23 +38,26 @@ class OpenPlace(Protocol):
     """Opens the place where a run is stored."""
 
     def __call__(self, config: Config, world: World) -> Place:
-        """Return the place. All ranks must call this. Raises ValueError."""
+        """Return the place where the run is stored. All ranks must call this. Raises ValueError if
+        the place cannot be opened."""
 
 
 class CreateObjective(Protocol):
     """Creates the training objective."""
 
     def __call__(self, config: Config, data: RunData, world: World) -> Objective:
-        """Return the objective. All ranks must call this. Raises ValueError."""
+        """Return the training objective. All ranks must call this. Raises ValueError if it cannot
+        be created."""
 
 
 class CreateReduce(Protocol):
-    """Creates the sum of gradients over ranks."""
+    """Creates the object that sums gradients over ranks."""
 
     def __call__(
         self, model: nn.Module, config: Config, plan: Plan, world: World, is_filled_later: bool
     ) -> Reduce:
-        """Return the sum. is_filled_later: whether a checkpoint replaces the weights."""
+        """Return the object that sums gradients. is_filled_later: whether a checkpoint will replace
+        the weights."""
 
 
 class LoadWeights(Protocol):
@@ -62,15 +66,16 @@ class LoadWeights(Protocol):
     def __call__(
         self, model: nn.Module, config: Config, data: RunData, world: World
     ) -> dict[str, Any]:
-        """Load weights into `model` on all ranks. Return facts about them. Raises ValueError."""
+        """Load weights into `model` on all ranks, and return facts about the weights. Raises
+        ValueError if they cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that a feature adds to a run. The defaults are those of a plain run."""
+    """The parts that a feature adds to a run. The default values describe a plain run."""
 
     hooks: tuple[Hook, ...] = ()
-    """The hooks in calling order, equal on all ranks."""
+    """The hooks in calling order, which is the same on all ranks."""
     open_place: OpenPlace = open_folder
     check_place: Callable[[str], str] | None = None
     """A function for `--check` that tests the address `run.dir`, and returns what it found."""
@@ -79,7 +84,7 @@ class Parts:
     reader: TrainReader = INDEXED_SHARDS
     create_loggers: tuple[CreateLogger, ...] = ()
     load_weights: LoadWeights | None = None
-    """A function that loads the initial weights; None keeps the random ones."""
+    """A function that loads the initial weights; None keeps the random weights."""
     lines: tuple[str, ...] = ()
     """Lines for the log before step 1."""
 
@@ -89,19 +94,19 @@ class Feature(Protocol):
 
     @property
     def order(self) -> int:
-        """The position of its hooks: hooks of a smaller number are called first."""
+        """The position of the feature's hooks. Hooks with smaller numbers are called first."""
 
     def is_on(self, config: Config) -> bool:
         """Return whether a run of `config` has this feature."""
 
     def parts(self, config: Config) -> Parts:
-        """Return its parts. Raises ValueError if it is not installed."""
+        """Return the feature's parts. Raises ValueError if the feature is not installed."""
 
 
 def combine(features: Sequence[Feature], config: Config) -> Parts:
     """Return the parts of all features that are on, in their order.
 
-    Raises ValueError if two of them replace the same part.
+    Raises ValueError if two features replace the same part.
     """
     chosen = sorted(
         (feature for feature in features if feature.is_on(config)), key=lambda each: each.order

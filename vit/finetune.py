@@ -1,4 +1,5 @@
-"""Fine-tune weights, and compare the predictions before and after on each validation image.
+"""Fine-tune weights, and compare the predictions before and after fine-tuning on each validation
+image.
 
 The original weights are evaluated on the same validation images, at their own image size and at the
 new image size.
@@ -43,13 +44,14 @@ def finetune(
     out: TextIO,
     as_json: bool,
 ) -> None:
-    """Fine-tune `loaded` with the config `tuned`, and print the accuracy before and after to `out`.
+    """Fine-tune `loaded` with the config `tuned`, and print the accuracy before and after
+    fine-tuning to `out`.
 
-    Raises ValueError if the run in the folder started from different weights.
+    Raises ValueError if the run in the run folder started from different weights.
 
     Args:
         base: The config of `loaded`, or None if the weights cannot be evaluated before training.
-        problem: The reason why they cannot be evaluated, else "".
+        problem: The reason why the weights cannot be evaluated before training, or "" if they can.
         build_run: A function that builds the run for `tuned` (`vit.compose.build_run`).
         as_json: Whether to print one JSON object on stdout as well (see `launch/eval.py`).
     """
@@ -112,7 +114,8 @@ def _print_differences(
     num_images: int,
     out: TextIO,
 ) -> None:
-    """Print the difference of the fine-tuned weights from each result before fine-tuning."""
+    """Print the accuracy difference between the fine-tuned weights and each result before
+    fine-tuning."""
     size = tuned.model.size_text()
     against = {
         "before": f"base at {base.model.size_text()}",
@@ -148,8 +151,8 @@ def _evaluate_before(
         "data.val_split": tuned.data.val_split,
         "loader.num_workers": tuned.loader.num_workers,
         "eval.batch_size": tuned.eval.batch_size,
-        # Omit the evaluation sets of `base`: their classes differ, so results would not be
-        # comparable.
+        # Omit the evaluation sets of `base`, because their classes differ and the results would not
+        # be comparable.
         "eval.sets": {},
         "eval.best_by": VAL,
     }

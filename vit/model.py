@@ -10,7 +10,7 @@ registers), N = P + h*w tokens, and D = `embed_dim`.
 4. Pooling    (B, N, D)    -> (B, D)         class token, or patch mean      norm, fc_norm
 5. Head       (B, D) -> (B, num_classes)     linear, optional tanh layer     pre_logits, head
 
-Comments quote the equations of Dosovitskiy et al. 2021 (arXiv 2010.11929). Features from later
+Comments refer to the equations in Dosovitskiy et al. 2021 (arXiv 2010.11929). Features from later
 papers, such as rotary positions, are off by default. Each feature is an argument of
 `VisionTransformer` and a module in `vit.layers`. Argument names and state-dict keys match timm's
 (huggingface/pytorch-image-models:timm/models/vision_transformer.py), so each library can load the
@@ -60,8 +60,8 @@ def create_model(
         name: `vit_{size}{patch}` (sizes: `PRESETS`), such as vit_b16; or `timm/<name>`, which is
             created without pretrained weights; or a `ModelConfig`.
         image_size: The height and width in pixels, or one number for both; 224 by default.
-        num_classes: The number of outputs of the head; 1,000 by default. Without a head (0), the
-            model returns the features that the head would receive, as in timm.
+        num_classes: The number of outputs of the head; 1,000 by default. With 0, the model has no
+            head and returns the features that the head would receive, as in timm.
         fields: Further arguments of `VisionTransformer`, or of timm's constructor for
             `timm/<name>`, which override the defaults of the model.
 
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """Return the output of the layer: (B, N, D) -> (B, N, D)."""
+        """Return the layer's output: (B, N, D) -> (B, N, D)."""
         q, k, v = self.project(x, rope)
         # Compute softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never
         # stores the N x N attention matrix. The function does not know about `self.training`, so
@@ -154,7 +154,8 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two linear layers with a GELU between them, applied to each token: (B, N, D) -> (B, N, D).
 
-    approximate: the GELU: "none" for the exact one, as in timm, or "tanh", Flax's default.
+    approximate: "none" for the exact GELU, as in timm, or "tanh" for the approximation that is
+    Flax's default.
     """
 
     def __init__(self, dim: int, hidden_dim: int, drop: float, approximate: str = "none"):
@@ -189,7 +190,7 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
 
     def forward(self, x: Tensor, rope: Tensor | None = None, kept: Kept = (None, None)) -> Tensor:
-        """Run both branches. kept: the samples that keep each (`vit.layers.drop_path`)."""
+        """Run both branches. kept: the samples that keep each branch (`vit.layers.drop_path`)."""
         # The residual path is not normalized, so the model normalizes the output of the last block.
         return self.add_mlp(self.add_attn(x, rope, kept[0]), kept[1])
 
@@ -223,7 +224,8 @@ class VisionTransformer(ImageModel):
 
     pos_embed: Tensor | None
     distilled_training = False
-    """Whether forward passes in training return the logits of both heads (timm's attribute)."""
+    """Whether forward passes in training return the logits of both heads (timm's attribute
+    name)."""
 
     def __init__(
         self,
@@ -377,7 +379,7 @@ class VisionTransformer(ImageModel):
         """Compute logits, (B, num_classes), from images, (B, C, H, W) float."""
         x = self._run_blocks(images)
         if self.global_pool == "token":
-            # The head reads no other token, so the norm need not either.
+            # The head reads only prefix tokens, so normalize only these tokens.
             x = x[:, : self.num_prefix_tokens]
         return self.forward_head(self.norm(x))
 
@@ -385,8 +387,8 @@ class VisionTransformer(ImageModel):
         """Compute tokens, (B, N, D), from images, (B, C, H, W) float. Prefix tokens come first.
 
         With `global_pool="avg"`, the norm follows the pooling, so the tokens are not normalized.
-        With any other value, they are.
-        Raises ValueError if C, H or W differ from the model's, unless `take_sizes` added the size.
+        With any other value, the tokens are normalized. Raises ValueError if C, H or W differ from
+        the model's, unless `take_sizes` added the size.
         """
         return self.norm(self._run_blocks(images))
 
@@ -406,7 +408,7 @@ class VisionTransformer(ImageModel):
     def add_tokens(self, x: Tensor, other: AtSize | None = None) -> Tensor:
         """Add prefix tokens and positions to `x`: (B, h*w, D) -> (B, N, D).
 
-        other: positions for the image size, if the size differs from the model's.
+        other: the positions for the images' size, if this size differs from the model's.
         """
         positions = self.pos_embed
         if other is not None and positions is not None:
@@ -437,9 +439,9 @@ class VisionTransformer(ImageModel):
         else:
             x = tokens[:, self.num_prefix_tokens :].mean(dim=1)
 
-        # Disable autocast: bf16 has only 8 significant bits, so the two largest of 1,000 logits
-        # would be equal for one image in 400, and argmax would choose the lower class number. The
-        # head performs less than a thousandth of all operations.
+        # Disable autocast, because bf16 has only 8 significant bits. For one image in 400, the two
+        # largest of 1,000 logits would be the same, and argmax would choose the lower class number.
+        # The head performs less than a thousandth of all operations.
         with without_autocast(x.device):
             x = self.fc_norm(x).to(weight_dtype(self.head, self))
             logits = self.head(self.pre_logits(x))
@@ -462,10 +464,11 @@ class VisionTransformer(ImageModel):
         - Norms and other modules: initialized by their own `reset_parameters`.
         - `weight_init` replaces these rules with those of timm, JAX or torch (`vit.layers.init`).
         """
-        # Do not reorder these calls: the same seed would give different weights.
+        # Do not reorder these calls, because the same seed would then give different weights.
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # As in timm, few values are truncated: torch's bounds are -2 and 2, not two stds.
+                # As in timm, few values are truncated, because torch's bounds are -2 and 2 and not
+                # two standard deviations.
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif not isinstance(module, nn.Conv2d):
                 getattr(module, "reset_parameters", lambda: None)()

@@ -1,9 +1,9 @@
 """Read each step's result one step late, log metrics, call hooks, and detect when training ends.
 
 The training loop queues a step on the device and passes its result to the monitor. When the next
-step is queued, the monitor reads the numbers of the previous step, which are equal on all ranks. At
-the end of each log interval, the monitor writes a line to metrics.jsonl. Evaluation and saving are
-not counted as training time.
+step is queued, the monitor reads the numbers of the previous step, which are the same on all ranks.
+At the end of each log interval, the monitor writes a line to metrics.jsonl. Evaluation and saving
+are not counted as training time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from vit.training.step_result import StepResult, StepValues
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
 """The loader statistics that each rank sends to all ranks for a line of metrics."""
 ESTIMATE_STEPS = 3
-"""After this many steps of an attempt, the length of the run is logged, unless it is short."""
+"""After this many steps of an attempt, the estimated remaining time is logged, unless it is
+short."""
 SHORT_S = 600.0
 LONG_ON_CPU_S = 24 * 3600.0
-"""A run on CPUs that takes longer also logs which recipes are meant for CPUs."""
+"""If the remaining time on CPUs is longer than this, the log also names the recipes for CPUs."""
 NOTABLE_WAIT_SHARE = 0.1
 """Advice is logged if waiting for data takes more than this fraction of an interval, and is logged
 again only if the fraction changes by at least this amount."""
@@ -51,7 +52,7 @@ REMEDIES = {
     Stage.RESIZE: "write shards with --resize-short-side 256",
     Stage.DRAW: "use fewer augmentations (augment.randaugment_layers)",
 }
-"""Maps each stage of the loader to the remedy if the stage is too slow."""
+"""Maps each loader stage to the remedy that the advice suggests if the stage is too slow."""
 UNEVEN = 1.5
 """The advice names a rank that waited at least this many times as long as the average rank."""
 
@@ -98,7 +99,7 @@ class Interval(NamedTuple):
     image_size: tuple[int, int]
     """The (height, width) of the images in the last step."""
     images_per_s: float
-    """The rate of all ranks together."""
+    """The number of images that all ranks together train on per second."""
     mfu: float | None
     """The fraction of the devices' peak that training reaches; None if unknown."""
     waiting: Waiting
@@ -115,7 +116,7 @@ class Monitor:
         self.loader = loader
         self.utilization = utilization
         self.stop = False
-        """Whether training stops at this step. The value is equal on all ranks."""
+        """Whether training stops at this step. The value is the same on all ranks."""
         self._reported_wait_share = 0.0
         self._timed_steps = 0
         """The number of steps since the start of this attempt."""
@@ -131,7 +132,7 @@ class Monitor:
 
         # Objects that are alive at the first line of metrics, such as compiled code, usually stay
         # alive. Freezing them once makes later collections take microseconds. Counting frozen
-        # objects takes 30 ms, so it is done once.
+        # objects takes 30 ms, so count them only once.
         self._is_freeze_due = gc.get_freeze_count() == 0
         self._run_began = time.perf_counter() - run.state.elapsed_s
         self._new_interval(time.perf_counter(), loader.stats)
@@ -225,7 +226,7 @@ class Monitor:
                 raise problem
 
     def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
-        """Start the counts of an interval at the time `began`."""
+        """Start a new interval at the time `began`, and reset its counts."""
         self._began = began
         self._last_step_at = began
         self._stats_before = stats_before
@@ -237,7 +238,8 @@ class Monitor:
     def _logs_after(self, step: int) -> bool:
         """Return whether a line of metrics is written after `step` steps.
 
-        A line is also written when the image size changes, so that no rate mixes two sizes.
+        A line is also written when the image size changes, so that no line reports one speed for
+        two image sizes.
         """
         plan = self.run.plan
         stages = self.run.batches.image_format.stages
@@ -249,8 +251,8 @@ class Monitor:
 
         Args:
             step: The number of finished steps.
-            stats: The statistics of the loader when the last one was queued.
-            step_s: The duration of the last one.
+            stats: The loader's statistics when the last step was queued.
+            step_s: The duration of the last step.
         """
         plan = self.run.plan
         interval = self._measure(step)
@@ -299,9 +301,10 @@ class Monitor:
         )
 
     def _live_line(self, step: int, interval: Interval, steps_left: float) -> str:
-        """Return the line that tells users how far and how fast training is.
+        """Return the line that shows users the progress and the speed of training.
 
-        steps_left: the number of steps like the last one that take as long as the rest of the run.
+        steps_left: the number of steps like the last one that would take as long as the rest of the
+        run.
         """
         plan = self.run.plan
         height, width = interval.image_size
@@ -360,7 +363,7 @@ class Monitor:
         )
 
     def _estimate(self, left_s: float, steps_left: int, step_s: float) -> None:
-        """Log the length of the rest of the run, and advice if it is too long for a CPU."""
+        """Log the estimated remaining time, and advice if this time is too long for a CPU."""
         self.run.record.log(
             f"about {left_s / 3600:,.1f} h for the remaining {steps_left:,} steps"
             f" ({digits(step_s)} s per step), without evaluations"
@@ -421,7 +424,7 @@ class Monitor:
 
 
 def create_monitor(run: Run, loader: Loader) -> Monitor:
-    """Create the monitor of `run`. On rank 0 it also reports the utilization of the device."""
+    """Create the monitor of `run`. On rank 0, the monitor also reports the device's utilization."""
     step = run.train_step
     utilization = None
     if run.world.is_main:
@@ -460,7 +463,8 @@ class Waiting(NamedTuple):
 
 
 def sum_up(waited_s: float, totals_s: NDArray[np.float64]) -> Waiting:
-    """Summarize the waits in an interval. totals_s: (ranks,) the sum over the steps."""
+    """Summarize the waits in an interval. totals_s: (ranks,) each rank's wait, summed over the
+    steps."""
     rank = int(totals_s.argmax())
     return Waiting(waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
 
@@ -477,7 +481,7 @@ def advice(
 
     Args:
         loaders: The statistics of each rank's loader; [] if unknown.
-        images_per_s: The rate that the loaders of all ranks can reach; None if unknown.
+        images_per_s: The rate that all ranks' loaders together can reach; None if unknown.
     """
     tally = loaders[waiting.rank] if loaders and waiting.is_uneven else add_up(loaders)
     shares = _shares(tally)
@@ -507,7 +511,8 @@ def advice(
 
 
 def _shares(tally: Tally) -> list[tuple[float, Stage]]:
-    """Return the fraction of the loaders' time in each stage, largest first; [] without work."""
+    """Return the fraction of the loaders' time that each stage takes, largest first; [] without
+    work."""
     stages_s = {stage: tally[f"{stage.name.lower()}_s"] for stage in REMEDIES}
     busy_s = sum(stages_s.values())
     return sorted(((s / busy_s, stage) for stage, s in stages_s.items() if s), reverse=True)

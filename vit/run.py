@@ -61,7 +61,7 @@ class Hook:
         """Prepare to train from the step in `run.state`."""
 
     def loss_limit(self, step: int) -> float | None:
-        """Return a limit that is equal on all ranks. The update at `step` is skipped if the mean
+        """Return a limit that is the same on all ranks. The update at `step` is skipped if the mean
         loss of the global batch is above the limit."""
         return None
 
@@ -107,7 +107,7 @@ class Run:
     record: Record
     saver: Saver
     hooks: Sequence[Hook]
-    """The hooks in calling order, equal on all ranks."""
+    """The hooks in calling order, which is the same on all ranks."""
     place: Place
     signals: StopSignals
     start_times: StartTimes
@@ -129,7 +129,7 @@ class Run:
         return {"model": self.train_step.model} | ({} if ema is None else {"ema": ema.module})
 
     def loss_limit(self, step: int) -> float | None:
-        """Return the limit for the update at `step`, from the first hook that sets one."""
+        """Return the loss limit for the update at `step`, from the first hook that sets a limit."""
         of_hooks = (hook.loss_limit(step) for hook in self.hooks)
         return next((limit for limit in of_hooks if limit is not None), None)
 
@@ -153,7 +153,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Wait for the last write, close metrics.jsonl, and release the folder and the signals."""
+        """Wait for the last write, close metrics.jsonl, and release the run folder and the signal
+        handlers."""
         self.watch.close()
         try:
             # A second Ctrl-C must end the process even if the writing thread never returns.

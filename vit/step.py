@@ -45,9 +45,9 @@ class TrainStep:
     """The state that an update changes: weights, optimizer, EMA and loss scale.
 
     Args:
-        lr_at: Returns the learning rate of a step.
-        weight_decay_at: Returns the weight decay of a step, or None if the decay is constant.
-        why_eager: The reason if `train.compile` is on but the model is not compiled, else "".
+        lr_at: Returns the learning rate at a step.
+        weight_decay_at: Returns the weight decay at a step, or None if the decay is constant.
+        why_eager: The reason why the model is not compiled although `train.compile` is on, else "".
         has_cuda_graphs: Whether the model replays CUDA graphs.
     """
 
@@ -116,7 +116,7 @@ class TrainStep:
             stop: Whether this rank has received a signal.
             report: Values to send to all ranks. Every rank must pass the same number of values.
             loss_limit: The update is skipped if the mean loss of the global batch is above this
-                limit, which is equal on all ranks.
+                limit, which is the same on all ranks.
         """
         sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, loss_limit)
         return StepResult(sums, grad_norm, len(report), rows, measured)
@@ -173,7 +173,7 @@ class TrainStep:
                 losses, margins = self._losses(micro_batch)
                 # A row whose image could not be decoded has weight 0, and therefore no gradient.
                 loss_sum = (losses * micro_batch.weights).sum()
-                # The divisor includes rows of weight 0, so that it is equal on all ranks. The
+                # The divisor includes rows of weight 0, so that it is the same on all ranks. The
                 # reported loss excludes these rows.
                 self.mark(StepPhase.BACKWARD)
                 (loss_sum * (1 / divisor) * self.loss_scale.value).backward()
@@ -191,7 +191,8 @@ class TrainStep:
         torch.compiler.cudagraph_mark_step_begin()
         for parameter in self.parameters:
             if parameter.grad is None:
-                # Otherwise `grad` would be a graph's own tensor, which the next replay overwrites.
+                # Otherwise `grad` would be a graph's own tensor, which the next replay would
+                # overwrite.
                 parameter.grad = torch.zeros_like(parameter)
 
     def _losses(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
@@ -244,9 +245,11 @@ class TrainStep:
         return norm
 
     def _judge(self, sums: Tensor, loss_limit: float | None) -> tuple[Tensor, Tensor]:
-        """Return two flags, 0 or 1: the gradient is not finite, and the update is skipped.
+        """Return two flags, 0 or 1: whether the gradient is not finite, and whether the update is
+        skipped.
 
-        Both flags depend only on `sums`, which is equal on all ranks. `sums` stores the decision.
+        Both flags depend only on `sums`, which is the same on all ranks. The decision is also
+        written to `sums`.
         """
         not_finite = (~sums[Slot.VERDICT].isfinite()).float()
         if loss_limit is None:

@@ -47,8 +47,8 @@ def _train_from_state(run: Run) -> Outcome:
         for hook in run.hooks:
             hook.begin(run)
         if run.world.is_main:
-            # Remove the previous attempt's file. Another signal would cause the file to be written
-            # again.
+            # Remove the file that marks the previous attempt as stopped. After another signal, the
+            # file is written again.
             (run.folder / STOPPED_FILE).unlink(missing_ok=True)
 
         run.train_step.model.train()
@@ -77,7 +77,7 @@ def _open_loader(run: Run) -> Loader:
 
 
 def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
-    """Evaluate and save if due before this step. Set `monitor.stop` after a signal.
+    """Evaluate and save before this step, if either is due. Set `monitor.stop` after a signal.
 
     first_step: the first step of this attempt.
     """
@@ -88,10 +88,10 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     evaluation_due = run.state.is_evaluation_due(run.plan)
     save_due = step % run.config.checkpoint.every_steps == 0 or is_last
     if step == first_step:
-        save_due = evaluation_due  # a resumed run has already saved this step
+        save_due = evaluation_due  # the previous attempt has already saved this step
 
-    # Verify before evaluating and saving, so that no checkpoint contains a batch that differs from
-    # the planned order.
+    # Verify before evaluating and saving, so that no checkpoint is saved after a batch that differs
+    # from the planned order.
     is_epoch_end = step % run.plan.steps_per_epoch == 0 or is_last
     if is_epoch_end or save_due:
         run.verify(is_epoch_end)
@@ -102,7 +102,7 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
         monitor.pause()
 
     # The names of the files in `weights/` to write. `evaluate` sets `monitor.stop` if a signal
-    # interrupts it.
+    # interrupts the evaluation.
     weights = evaluate(run, monitor) if evaluation_due and not monitor.stop else set()
     if monitor.stop:
         run.verify(is_end=True)  # verify the unfinished epoch, if any
@@ -158,7 +158,7 @@ def _finish(run: Run, monitor: Monitor) -> Outcome:
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
-    run.watch.close()  # only rank 0 still works, so the other ranks make no more marks
+    run.watch.close()  # only rank 0 still works, so the other ranks send no more marks
 
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     run.signals.end_announcements()

@@ -17,7 +17,7 @@ CHECK_STOP_EVERY_BATCHES = 8
 
 
 class _Interrupted(Exception):
-    """The error, raised on all ranks at the same batch, if a signal interrupts an evaluation."""
+    """The error that all ranks raise at the same batch if a signal interrupts an evaluation."""
 
 
 def evaluate(run: Run, monitor: Monitor) -> set[str]:
@@ -43,7 +43,7 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
 
     with run.world.fail_together():
         if run.world.is_main:
-            # Save the predictions of the EMA if it exists, because users usually take the EMA
+            # Save the predictions of the EMA if it exists, because users usually use the EMA
             # weights.
             preferred = results[VAL].get("ema", results[VAL]["model"])
             save_predictions(run.folder, preferred, run.evaluators[0].split, state.step)
@@ -82,7 +82,7 @@ def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
 
 
 def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None:
-    """Write the results and the values of the hooks to metrics.jsonl, and log them."""
+    """Write the results and the hooks' values to metrics.jsonl, and log them."""
     step = run.state.step
     values: dict[str, Any] = {}
     for set_name, by_model in results.items():
@@ -137,8 +137,8 @@ def _log_results(
 
 
 def _constant_note(split: Split, top1: float, first_weights: str | None) -> str:
-    """Return a note if always answering the largest class of `split` is as accurate as `top1`
-    percent, else "". first_weights: the run's `init.checkpoint`."""
+    """Return a note if always predicting the largest class in `split` is at least as accurate as
+    `top1` percent, else "". first_weights: the run's `init.checkpoint`."""
     counts = np.bincount(split.index["label"])
     share = 100 * counts.max() / split.num_samples
     if top1 > share + 1e-9:

@@ -100,7 +100,7 @@ def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
     except OSError as error:
         raise _unwritable(folder, error) from None
 
-    # The margin is for `checkpoint.json` and the blocks of the file system.
+    # The margin is for `checkpoint.json` and for partly filled blocks of the file system.
     if free_bytes < needed_bytes * 1.01 + 2**20:
         raise CheckpointError(
             f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, but the disk has only"
@@ -121,7 +121,7 @@ def write_checkpoint(
     the sha256 of its tensors.
 
     Args:
-        tensors: Keyed by names in the file.
+        tensors: The tensors, keyed by their names in the file.
         state: The fields of `RunState`.
 
     Raises:
@@ -148,7 +148,7 @@ def write_checkpoint(
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, which is either complete or absent at any time."""
+    """Remove a checkpoint in a way that leaves it either complete or absent at any time."""
     # If the process is killed now, the next save removes the hidden folder. A partly removed folder
     # with its final name would look complete, or take disk space forever.
     hidden = _hidden(folder)
@@ -261,10 +261,10 @@ def newest_checkpoint(
 ) -> FoundCheckpoint | None:
     """Return the newest checkpoint of a run, or None.
 
-    verify: compare sizes and hashes, rename damaged checkpoints, report them through `log_line` and
-    try the next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
-    damaged. The error is repeated at each start until a user acts, because an automatic restart
-    must not start the run over.
+    verify: whether to compare sizes and hashes, rename damaged checkpoints, report them through
+    `log_line` and try the next older checkpoint. Only one rank may do this. Raises CheckpointError
+    if all checkpoints are damaged. The error is repeated at each start until a user acts, because
+    an automatic restart must not start the run over.
     """
     with reading(run_dir / CHECKPOINTS):
         # `listdir` raises an error for a folder without permission and for a broken link.
@@ -276,9 +276,9 @@ def newest_checkpoint(
         try:
             return FoundCheckpoint(folder, read_info(folder, verify))
         except CheckpointError as error:
-            if not folder.exists():  # a live run has replaced it with a newer checkpoint
+            if not folder.exists():  # a running job has replaced it with a newer checkpoint
                 return newest_checkpoint(run_dir, verify, log_line)
-            # The checkpoint is not damaged, so do not rename it.
+            # The checkpoint was not verified or may be intact, so do not rename it.
             if not verify or isinstance(error, UnreadableCheckpoint):
                 raise
             log_line(
@@ -309,15 +309,16 @@ def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
 
 
 def state_of(info: dict[str, Any]) -> RunState:
-    """Return the state in the content of `checkpoint.json`."""
+    """Return the run's state from `info`, the content of `checkpoint.json`."""
     return RunState(**{field.name: info[field.name] for field in fields(RunState)})
 
 
 def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
-    """Copy the tensors of a checkpoint into `targets`. Raises CheckpointError if they differ."""
+    """Copy the tensors of a checkpoint into `targets`. Raises CheckpointError if names or shapes
+    differ."""
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
-            # The file object of safetensors has `keys` but is not a dict.
+            # safetensors' file object has `keys` but is not a dict.
             names = file.keys()
             shapes = {name: file.get_slice(name).get_shape() for name in names}
             _check_fit(folder, targets, shapes)
@@ -349,8 +350,9 @@ def mark_interrupted(
 ) -> None:
     """Mark the run as stopped if this process owns the folder. The Slurm script then queues the job
     again."""
-    # After one rank was killed, torchrun sends SIGTERM to the others. That is a failure, and a job
-    # whose ranks always run out of memory would be queued again forever.
+    # After one rank is killed, torchrun sends SIGTERM to the other ranks. Such a run has failed and
+    # must not be marked. Otherwise a job whose ranks always run out of memory would be queued again
+    # forever.
     if world.has_killed_rank():
         return
 

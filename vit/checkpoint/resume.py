@@ -62,12 +62,13 @@ def find_checkpoint(
 
     Args:
         settings: The result of `config_io.to_dict`.
-        facts: Other values that must match.
-        allowed: Settings that may differ.
+        facts: Other values that must match those of the checkpoint.
+        allowed: Settings that may differ from those of the checkpoint.
     """
 
     def read_newest() -> tuple[str, dict] | None:
-        """Return the name and content of the newest checkpoint; None without one. Rank 0 only."""
+        """Return the name and content of the newest checkpoint; None if there is none. Only rank 0
+        calls this."""
         newest = checkpoints.newest_checkpoint(
             folder, verify=True, log_line=lambda text: print(text, file=sys.stderr)
         )
@@ -85,8 +86,8 @@ def find_checkpoint(
 
 
 def settings_for_start(config: Config, folder: Path, world: World) -> Config:
-    """Return `config` without `auto` (`choose_settings`), but with the precision of the checkpoint
-    from which the run resumes.
+    """Return `config` with values in place of `auto` (`choose_settings`), but with the precision of
+    the checkpoint from which the run resumes.
 
     All ranks must call this. Prints a note if the device would change the precision.
     """
@@ -116,7 +117,7 @@ def settings_of_step(
 
 def _stored_precision(folder: Path) -> str | None:
     """Return the precision of the newest checkpoint in `folder`, or None."""
-    with suppress(ValueError):  # `find_checkpoint` reports and repairs it
+    with suppress(ValueError):  # `find_checkpoint` reports this error
         newest = checkpoints.newest_checkpoint(folder)
         return newest.info["config"]["train"]["precision"] if newest else None
     return None
@@ -127,7 +128,7 @@ def fit_state(
 ) -> None:
     """Update the state of a checkpoint for this attempt, in place. All ranks must call this.
 
-    Raises ValueError if the step of the checkpoint exceeds the steps of the run.
+    Raises ValueError if the checkpoint's step is larger than the run's number of steps.
     """
     with world.fail_together():
         if state.step > plan.total_steps:
@@ -152,7 +153,7 @@ def rate_notes(info: dict[str, Any], config: Config, data: RunData, state: RunSt
     saved_rate, _ = rates(saved_config, saved_plan)
     rate, _ = rates(config, data.plan)
 
-    # Both schedules give a rate for the last step before the checkpoint.
+    # Compare the two schedules at the last step before the checkpoint.
     last_step = max(state.step - 1, 0)
     last_rate = saved_rate(last_step)
     is_equal = abs(last_rate - rate(last_step)) <= NOTABLE_JUMP * last_rate
@@ -187,7 +188,7 @@ def restart_best(folder: Path, state: RunState, world: World) -> None:
         return
 
     def check_best_file() -> str:
-        """Return why the file does not match `state`, or "". Rank 0 only."""
+        """Return why the file does not match `state`, or "" if it does. Only rank 0 calls this."""
         path = weights_file(folder, "best")
         try:
             with safe_open(path, framework="pt") as file:
@@ -216,7 +217,7 @@ def may_change(key: str) -> bool:
 
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks, which are all except `OF_A_HOST`."""
+    """Return the settings that must be the same on all ranks, which are all except `OF_A_HOST`."""
     return {
         f"{section}.{name}": value
         for section, values in settings.items()
@@ -226,16 +227,17 @@ def _shared(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_sha256(settings: dict[str, Any]) -> str:
-    """Return a short hash of the settings that must be equal on all ranks."""
+    """Return a short hash of the settings that must be the same on all ranks."""
     return hashlib.sha256(json.dumps(_shared(settings), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check_same_settings(settings: dict[str, Any], world: World) -> None:
-    """Raise ValueError on rank 0, and AlreadyReported on others, if the ranks' settings differ.
+    """Raise ValueError on rank 0, and AlreadyReported on all other ranks, if the ranks' settings
+    differ.
 
     Otherwise the ranks would train different models or wait for each other forever.
     """
-    # The maximum of the negated hashes is the negated minimum.
+    # The maximum of the negated hashes is the negated minimum of the hashes.
     own = int(settings_sha256(settings), 16)
     largest, negated = world.max_(torch.tensor([own, -own], device=world.device)).tolist()
     if largest == -negated:
@@ -282,7 +284,7 @@ def check_belongs(
     if not lines:
         return
 
-    # No flag accepts other data, and some settings change which values a checkpoint contains.
+    # No flag accepts different data, and some settings change which values a checkpoint contains.
     accepted = " ".join(f"--allow-change {key}" for key in changed)
     is_same_data = all(line.lstrip().startswith((*_NOT_DATA.values(),)) for line in of_data)
     hint = f", or accept the changes with {accepted}" if changed and is_same_data else ""

@@ -58,7 +58,7 @@ class Saver:
         config: The result of `config_io.to_dict`.
         class_names: The class names of the training data.
         kept: The checkpoints to keep.
-        record: Receives a line for each complete checkpoint.
+        record: The record that receives a line for each complete checkpoint.
         beside: Other data to write at each save.
     """
 
@@ -105,7 +105,7 @@ class Saver:
 
         Waits for the previous save. Raises CheckpointError if that save failed or the disk is too
         full for this one, and ValueError if the folder was removed or replaced. Errors are raised
-        on all ranks, see `World.fail_together`.
+        on all ranks (`World.fail_together`).
         """
         began = time.perf_counter()
         collected = [each.collect() for each in self._beside]
@@ -136,8 +136,8 @@ class Saver:
     def report(self) -> None:
         """Write a line for each checkpoint completed since the last call. Called after each
         step."""
-        # Allocating gigabytes would slow down the first step of a resumed run, so call this only
-        # after that step.
+        # Allocating gigabytes would slow down the first step of a resumed run, so `prepare` is
+        # called only after that step.
         self.prepare()
         self._tell_complete()
 
@@ -168,7 +168,7 @@ class Saver:
             self._snapshot = None
 
     def _start(self, work: Callable[[], None]) -> None:
-        # A process that must exit immediately does not wait for a daemon thread.
+        # Use a daemon thread, because a process that must exit immediately does not wait for it.
         self._thread = threading.Thread(target=self._run, args=(work,), name="saver", daemon=True)
         self._thread.start()
 
@@ -262,7 +262,7 @@ class Saver:
             raise cannot_write(Path(error.filename or self._run_dir), error) from None
 
     def _files(self, names: tuple[str, ...]) -> Iterator[tuple[Path, bool, dict[str, Tensor]]]:
-        """Yield path, `averaged` and tensors of each weights file."""
+        """Yield the path, `averaged` and the tensors of each weights file."""
         assert self._snapshot is not None, "the main rank has one"
         for prefix, averaged in (("model.", False), ("ema.", True)):
             tensors = {

@@ -52,9 +52,9 @@ class Snapshot:
             begin += size
 
     def prepare(self) -> None:
-        """Allocate the memory, and page-lock it for a GPU. Takes seconds for gigabytes."""
+        """Allocate the memory, and page-lock it for a GPU. This takes seconds for gigabytes."""
         if self._stream is None:
-            # torch would start another set of threads for this thread, but numpy does not.
+            # Use numpy, because torch would start another set of threads for this thread.
             self._memory.numpy().fill(0)
             return
 

@@ -15,7 +15,7 @@ def rank(top1: float, loss: float | None) -> tuple[float, float]:
 
 @dataclass
 class RunState:
-    """Counters and facts of a run, stored in `checkpoint.json` under the names of the fields."""
+    """Counters and facts of a run, stored in `checkpoint.json` under the fields' names."""
 
     step: int = 0
     """The number of finished steps, which is also the position in the data."""
@@ -24,7 +24,7 @@ class RunState:
     updates_skipped_in_a_row: int = 0
     """The number of skipped updates since the last successful update."""
     recent: list[list[float]] = field(default_factory=list)
-    """Step and loss of recent steps, from which the limit for spikes is computed."""
+    """The step and loss of recent steps, from which the limit for spikes is computed."""
     interval_losses: list[float] = field(default_factory=list)
     """The losses of all steps since the last line of metrics. The next line contains their mean."""
     checked_step: int = 0
@@ -64,8 +64,9 @@ class RunState:
         """Store the best of `results`, pairs of top-1 and loss, and return whether it is a new
         best.
 
-        Small sets often give equal accuracies. In that case, the smaller loss is better. An old
-        best result on a different set is not comparable, so it is dropped.
+        Results on small sets often have the same accuracy. In that case, the result with the
+        smaller loss is better. An old best result on a different set is not comparable, so it is
+        dropped.
         """
         if best_set != self.best_set:
             self.best_set = best_set

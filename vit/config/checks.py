@@ -44,8 +44,9 @@ class Problem(NamedTuple):
     text: str
     """The dotted keys, the problem, and the remedy, in one line."""
     void: tuple[str, ...] = ()
-    """The settings of which one has no effect because of a setting in `because`. A config file's
-    are dropped if the command line gives that setting (`vit.config.io.load_with_origins`)."""
+    """Settings, one of which has no effect because of a setting in `because`. If the command line
+    gives that setting, the config file's values of these settings are dropped
+    (`vit.config.io.load_with_origins`)."""
     because: tuple[str, ...] = ()
 
 
@@ -87,7 +88,8 @@ def _is_given(section: Section, key: str) -> bool:
 
 
 def _void(config: Config, section: Section, prefix: str) -> Iterator[Problem]:
-    """Yield the settings of `section` without those they need (`OnlyWith`). prefix: "optim."."""
+    """Yield a problem for each setting of `section` that lacks a setting it needs (`OnlyWith`).
+    prefix: the start of the settings' keys, such as "optim."."""
     for key, field in type(section).model_fields.items():
         if not _is_given(section, key):
             continue
@@ -245,7 +247,8 @@ def _source_rules(sources: Sequence[SourceConfig]) -> Iterator[str]:
 
 
 def _void_in_sources(config: Config) -> Iterator[Problem]:
-    """Yield the settings of `data` that its sources replace, and those without effect in them."""
+    """Yield a problem for each setting of `data` that its sources replace, and for each setting of
+    a source that has no effect."""
     for key in Selection.model_fields:
         if config.data.sources and _is_given(config.data, key):
             yield Problem(
@@ -259,7 +262,7 @@ def _void_in_sources(config: Config) -> Iterator[Problem]:
 
 
 def _void_by_others(config: Config) -> Iterator[Problem]:
-    """Yield the settings without effect beside a value of another setting."""
+    """Yield a problem for each setting that has no effect because of another setting's value."""
     augment = config.augment
     if augment.auto_augment is not None and augment.randaugment_layers > 0:
         yield Problem(
@@ -306,7 +309,7 @@ def _void_by_others(config: Config) -> Iterator[Problem]:
 
 
 def _augment_rules(augment: AugmentConfig) -> Iterator[str]:
-    """Check the ranges, the RandAugment magnitude and the mixing groups."""
+    """Check the augmentation ranges, the RandAugment magnitude and the mixing groups."""
     for key in ("crop_scale", "crop_ratio", "erasing_area", "erasing_aspect"):
         low, high = getattr(augment, key)
         if low > high:

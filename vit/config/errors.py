@@ -57,7 +57,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         else:
             place = _place(path, rest, kind)
             value = item["ctx"]["tag"] if kind == "union_tag_invalid" else item["input"]
-            if place in wrong_values:  # Pydantic reports a value once per type of a union, in turn.
+            if place in wrong_values:  # Pydantic reports a value once for each type in a union.
                 lines[-1] += f" or {_expected(item)}"
             else:
                 wrong_values.add(place)
@@ -70,7 +70,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
 
 
 def void_settings(error: ValidationError) -> Iterator[tuple[Key, Key]]:
-    """Yield each setting without effect with each setting that may cause this."""
+    """Yield pairs of a setting that has no effect and a setting that may be the cause."""
     for item in error.errors(include_url=False):
         contradictions = item.get("ctx", {}).get("error")
         if isinstance(contradictions, Contradictions):
@@ -79,7 +79,7 @@ def void_settings(error: ValidationError) -> Iterator[tuple[Key, Key]]:
                     yield tuple(key.split(".")), tuple(cause.split("."))
         elif item["type"] == "extra_forbidden":
             path, _ = _split(item["loc"], {})
-            if ".".join(path) in all_keys():  # of another optimizer
+            if ".".join(path) in all_keys():  # a key of another optimizer
                 yield path, ("optim", "name")
 
 
@@ -114,7 +114,7 @@ def _origin_of_keys(line: str, origins: Mapping[Key, str]) -> str:
 
 
 def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | str, ...]) -> str:
-    """Return the problem with a key that its section does not have: a key of a list or of an
+    """Return a message about a key that its section does not have: a key of a list or of an
     evaluation set, a key of another optimizer, or a misspelled key.
     """
     dotted = ".".join(path)
@@ -149,7 +149,7 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...], location: tuple[int | s
 
 
 def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
-    """Return the key, with the index of the wrong element of a list."""
+    """Return the key, with the index of the wrong element if the value is a list."""
     dotted = ".".join(path)
     if kind == "missing" or not rest:
         return dotted
@@ -161,7 +161,7 @@ def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
 
 
 def _expected(item: Mapping[str, Any]) -> str:
-    """Return in words what was expected in place of the wrong value of a Pydantic error."""
+    """Describe in words what a Pydantic error expected in place of the wrong value."""
     context = item.get("ctx", {})
     if item["type"] == "missing":
         return f"at least {len(item['input']) + 1} values"

@@ -13,7 +13,7 @@ def sections() -> dict[str, list[type[Section]]]:
     classes: dict[str, list[type[Section]]] = {}
     for name, field in Config.model_fields.items():
         members = [get_args(member)[0] for member in get_args(field.annotation)]
-        # Muon and AdaMuon have the same class.
+        # Muon and AdaMuon share one class.
         classes[name] = list(dict.fromkeys(members)) or [cast(type[Section], field.annotation)]
     return classes
 
@@ -141,7 +141,8 @@ def nearest(key: str, settings: Sequence[str]) -> str:
 
 
 def setting_for(option: str, value: str) -> str:
-    """Return a suggestion for an unknown option and its value ("" for none), or "".
+    """Return a suggestion for an unknown option and its value ("" for none), or "" if there is
+    none.
 
     `--lr`, `1e-3` -> did you mean optim.lr=1e-3?
     """

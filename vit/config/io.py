@@ -1,10 +1,10 @@
 """Read a strict YAML file and `key=value` overrides, and return a checked `Config`.
 
-The parser records the line number of every key. Overrides replace values of the file, and Pydantic
-checks the result. Values of the file that an override makes void are dropped with a note. One
-`ConfigError` reports all problems, each as `file:line: key: value, allowed values, the nearest key`
-(`vit.config.errors`). The command line overrides the file, and the file overrides the defaults. A
-file cannot inherit from another file.
+The parser records the line number of every key. Overrides replace values in the file, and Pydantic
+checks the result. Values in the file that have no effect because of an override are dropped with a
+note. One `ConfigError` reports all problems, each as `file:line: key: value, allowed values, the
+nearest key` (`vit.config.errors`). The command line overrides the file, and the file overrides the
+defaults. A file cannot inherit from another file.
 """
 
 import difflib
@@ -34,7 +34,7 @@ RESOLVED: tuple[Key, ...] = (
     ("eval", "sets"),
     ("run", "dir"),
 )
-"""The settings in which `${NAME}` refers to an environment variable. Its value is never
+"""The settings in which `${NAME}` refers to an environment variable. The variable's value is never
 recorded."""
 _ALTERNATIVE: dict[Key, Key] = {
     **{(section, first): (section, second) for section, first, second in EXCLUSIVE},
@@ -95,12 +95,12 @@ def load_config(
 
     Args:
         path: A YAML file, or the name of a recipe such as `vit_b16`.
-        overrides: Settings that replace those of the file, such as `"train.steps=100"`.
-        used_here: False if the config is only displayed, so that its addresses may contain unset
+        overrides: Settings that replace those in the file, such as `"train.steps=100"`.
+        used_here: Pass False for a config that is only displayed, whose addresses may contain unset
             environment variables.
 
     Raises:
-        ConfigError: All problems, one line each.
+        ConfigError: The config has problems. The error lists all of them, one line each.
     """
     return load_with_origins(path, overrides, used_here=used_here).config
 
@@ -111,10 +111,10 @@ def load_with_origins(
     """Read a config like `load_config`, and also return the origin of each value.
 
     For each pair in `EXCLUSIVE`, such as `train.steps` and `train.epochs`, an override of one
-    setting removes the other setting of the file. Settings of the file that have no effect because
-    of an override, such as `optim.nesterov` beside `optim.name=adamw`, are dropped, and rank 0
-    prints a note. Without `run.dir`, the run folder is `runs/<name of the file>`; for the recipe
-    `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
+    setting removes the other setting from the file's settings. Settings in the file that have no
+    effect because of an override, such as `optim.nesterov` beside `optim.name=adamw`, are dropped,
+    and rank 0 prints a note. Without `run.dir`, the run folder is `runs/<name of the file>`; for
+    the recipe `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
     """
     path = _find_config(Path(path))
     tree, line_of = _parse(_read(path), str(path))
@@ -161,10 +161,11 @@ def _unset_variables(tree: dict[str, Any], origins: Mapping[Key, str], path: Pat
 def _resolve(
     tree: dict[str, Any], chosen: set[Key], origins: dict[Key, str], source: str
 ) -> Config:
-    """Return the config of `tree`. Raises ConfigError with all problems.
+    """Return the config of `tree`. Raises ConfigError, which lists all problems.
 
-    Settings that have no effect because of one in `chosen`, those of the command line, are removed
-    from `tree` with a note. Then they count as chosen, because others may need them.
+    Settings that have no effect because of a setting in `chosen` (from the command line) are
+    removed from `tree` with a note. The removed settings then also count as chosen, because other
+    settings may need them.
     """
     try:
         return Config.model_validate_json(json.dumps(tree))
@@ -208,7 +209,8 @@ def recipe_name(path: Path) -> str | None:
 
 
 def _find_config(path: Path) -> Path:
-    """Return `path`, or the recipe of that name: `vit_b16`, `configs/deit3/vit_b16_800ep.yaml`."""
+    """Return `path`, or the recipe with that name: `vit_b16`,
+    `configs/deit3/vit_b16_800ep.yaml`."""
     may_be_recipe = path.suffix in ("", ".yaml") and not path.is_absolute()
     if path.exists() or not may_be_recipe:
         return path
@@ -254,7 +256,8 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
 def _build(loader: _StrictLoader, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
     """Return the result of `_parse` for the document of `loader`.
 
-    Raises ConfigError if the document is not a mapping or gives keys twice, and YAMLError.
+    Raises ConfigError if the document is not a mapping or gives keys twice, and YAMLError if it is
+    not valid YAML.
     """
     root = loader.get_single_node()
     if root is None:
@@ -293,7 +296,7 @@ def _build(loader: _StrictLoader, source: str) -> tuple[dict[str, Any], dict[Key
 
 
 def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) -> list[str]:
-    """Apply `key=value` overrides to `tree` and `origins`. Return a message per invalid
+    """Apply `key=value` overrides to `tree` and `origins`. Return a message for each invalid
     override."""
     problems = []
     overridden = {override.partition("=")[0] for override in overrides}

@@ -17,17 +17,18 @@ def _without_hub(name: str) -> str:
 
 
 class ModelConfig(Section):
-    """The network. `None` means the value of the preset, or else the model's default."""
+    """The network. `None` means the preset's value, or the model's default if the preset has
+    none."""
 
     name: Annotated[str, AfterValidator(_without_hub)] = "vit_b16"
-    """`vit_{ti,s,b,l,h,so400m,g,G}{patch}` (sizes: vit/layers/presets.py), or `timm/<name>`
-    for any model of timm. `hf_hub:timm/<name>`, the form on timm's pages, is accepted as well."""
+    """`vit_{ti,s,b,l,h,so400m,g,G}{patch}` (sizes: vit/layers/presets.py), or `timm/<name>` for any
+    timm model. `hf_hub:timm/<name>`, the form on timm's pages, is also accepted."""
     image_size: Size = 224
     """Side of the square training image, or `[height, width]`."""
     in_chans: Literal[1, 3] = 3
     """1: read images as grayscale; 3: as RGB."""
     num_classes: Positive | None = None
-    """Size of the head; `None`: as many classes as the data have."""
+    """Number of classes of the head; `None`: the number of classes in the data."""
     patch_size: Size | None = None
     """Side of a patch, or `[height, width]`; overrides the patch size in the name."""
     embed_dim: Positive | None = None
@@ -35,25 +36,28 @@ class ModelConfig(Section):
     depth: Positive | None = None
     """Number of blocks."""
     num_heads: Positive | None = None
-    """Attention heads per block; divides `embed_dim`, unless `head_dim` is given."""
+    """Number of attention heads per block, which must divide `embed_dim` unless `head_dim` is
+    given."""
     head_dim: Positive | None = None
-    """Channels of a head; `None`: `embed_dim / num_heads` (explainingai-code/VIT-Pytorch)."""
+    """Number of channels per attention head; `None`: `embed_dim / num_heads`
+    (explainingai-code/VIT-Pytorch)."""
     mlp_ratio: Annotated[float, Field(gt=0)] | None = None
     """Width of the first linear layer of a block's MLP as a multiple of `embed_dim`."""
     mlp_layer: Literal["mlp", "mlp_tanh", "swiglu", "swiglu_packed"] | None = None
-    """`mlp`, the default; `mlp_tanh`, with the tanh approximation of GELU (Flax's default:
-    big_vision, AlgoPerf, deit3-jax); `swiglu`, with a gate as a second linear layer (EVA-02,
-    DINOv3's H+); `swiglu_packed`, with both in one layer, whose width `mlp_ratio` then sets
-    (DINOv2's g)."""
+    """MLP of each block: `mlp`, the default; `mlp_tanh`, with the tanh approximation of GELU
+    (Flax's default: big_vision, AlgoPerf, deit3-jax); `swiglu`, with a gate as a second linear
+    layer (EVA-02, DINOv3's H+); `swiglu_packed`, with the gate in the first linear layer, whose
+    total width `mlp_ratio` then sets (DINOv2's g)."""
     norm_layer: Literal["layernorm", "rmsnorm"] | None = None
-    """Norm of blocks and head: `layernorm`, the default, or `rmsnorm` (ViT-5, arXiv 2602.08071)."""
+    """Norm layer in the blocks and before the head: `layernorm`, the default, or `rmsnorm` (ViT-5,
+    arXiv 2602.08071)."""
     qkv_bias: bool | None = None
-    """Bias of the query, key and value projections."""
+    """Add a bias to the query, key and value projections."""
     qk_norm: bool | None = None
     """Normalize each head's queries and keys, which keeps attention from collapsing in large models
     and at high learning rates (ViT-22B, arXiv 2302.05442; ViT-5)."""
     class_token: bool | None = None
-    """Prepend a learned token; needed by `global_pool: token`."""
+    """Prepend a learned token, which `global_pool: token` needs."""
     dist_token: bool | None = None
     """Add a second learned token, with a second head that learns from the teacher (`distill`); the
     output is the mean of both heads (timm's name; DeiT's distilled models, arXiv 2012.12877)."""
@@ -61,80 +65,80 @@ class ModelConfig(Section):
     """Registers: learned tokens after the class token whose outputs are not used (Darcet et al.
     2023, arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""
     global_pool: Literal["token", "avg", "norm_avg", "map"] | None = None
-    """Input of the head: the class token; `avg`, the norm of the mean of the patch tokens (MAE's
-    fine-tuning); `norm_avg`, the mean of the normalized patch tokens (big_vision, AlgoPerf; timm's
-    `avg` with `fc_norm=False`); or `map`, attention of a learned query to them (big_vision, arXiv
-    2106.04560; SO400M, g and G)."""
+    """Input of the head: `token`, the class token; `avg`, the normalized mean of the patch tokens
+    (MAE's fine-tuning); `norm_avg`, the mean of the normalized patch tokens (big_vision, AlgoPerf;
+    timm's `avg` with `fc_norm=False`); or `map`, the result of a learned query that attends to the
+    normalized patch tokens (big_vision, arXiv 2106.04560; SO400M, g and G)."""
     pos_embed: Literal["learn", "sincos2d", "none"] | None = None
-    """Learned positions, fixed 2-D sine-cosine positions, or none, as in DINOv3 with its rotary
-    positions."""
+    """Learned positions, fixed 2-D sine-cosine positions, or none, as in DINOv3, which uses rotary
+    positions instead."""
     no_embed_class: Annotated[bool | None, OnlyWith("pos_embed!=none")] = None
-    """Add positions to patches only, not to class token and registers (timm's name; DeiT III,
+    """Add positions only to patches, not to the class token and registers (timm's name; DeiT III,
     big_vision, ViT-5)."""
     rope_type: Literal["axial", "dinov3"] | None = None
     """Rotary positions in each block, with angles from the row and column (`axial`: EVA-02, timm's
     SBB ViTs, ViT-5) or from coordinates between -1 and 1 (`dinov3`); `None`: no rotary positions.
-    For other image sizes see vit/layers/rope.py."""
+    vit/layers/rope.py describes other image sizes."""
     rope_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = None
-    """Ratio of the highest to nearly the lowest frequency; `None`: 10,000 for `axial`, 100 for
-    `dinov3`, as in their sources."""
+    """Approximate ratio of the highest to the lowest rotary frequency; `None`: 10,000 for `axial`
+    and 100 for `dinov3`, as in their sources."""
     rope_reg_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = (
         None
     )
-    """Temperature at which registers are rotated like the positions of a square (ViT-5: 100);
+    """Temperature for registers, which are rotated as if they were on a square grid (ViT-5: 100);
     `None`: registers are not rotated."""
     ref_feat_shape: Annotated[Size | None, OnlyWith("rope_type=axial")] = None
     """Side of the grid in patches, or `[height, width]`, to which `axial` scales positions, usually
     the grid of pre-training (timm's name; EVA-02); `None`: no scaling (ViT-5)."""
     dual_patch_norm: bool | None = None
-    """LayerNorm of a patch's pixels and of its embedding (Dual PatchNorm, arXiv 2302.01327;
-    explainingai-code/VIT-Pytorch)."""
+    """Apply LayerNorm to each patch's pixels and to its embedding (Dual PatchNorm, arXiv
+    2302.01327; explainingai-code/VIT-Pytorch)."""
     pos_drop_rate: Rate | None = None
-    """Dropout after the positions are added."""
+    """Dropout rate after the positions are added."""
     patch_drop_rate: Rate | None = None
     """Fraction of the patches that each training image drops (PatchDropout, arXiv 2208.07220); the
-    time of a step falls by more than that fraction."""
+    step time falls by more than this fraction."""
     proj_drop_rate: Rate | None = None
-    """Dropout after the dense layers of a block, except the query-key-value projection."""
+    """Dropout rate after the dense layers of a block, except the query-key-value projection."""
     mlp_drop_rate: Rate | None = None
-    """Dropout of the MLP; `None`: `proj_drop_rate` (explainingai-code/VIT-Pytorch has one rate for
-    attention and one for the MLP)."""
+    """Dropout rate in the MLP; `None`: `proj_drop_rate` (explainingai-code/VIT-Pytorch has one rate
+    for attention and one for the MLP)."""
     attn_drop_rate: Rate | None = None
-    """Dropout of the attention weights."""
+    """Dropout rate of the attention weights."""
     drop_path_rate: Rate | None = None
     """Stochastic depth: the probability that a sample skips a residual branch of the last block."""
     drop_path_schedule: Annotated[
         Literal["linear", "constant"] | None, OnlyWith("drop_path_rate")
     ] = None
-    """Drop path of the other blocks: `linear`, the default, from 0 at the first block; `constant`,
-    the same for all (DeiT III, DINOv2)."""
+    """Stochastic depth of the other blocks: with `linear`, the default, the probability rises from
+    0 at the first block; with `constant`, it is the same for all blocks (DeiT III, DINOv2)."""
     drop_path_form: Annotated[Literal["mask", "subset"] | None, OnlyWith("drop_path_rate")] = None
-    """`mask`, the default: each sample skips independently, by a factor of 0; `subset`: a fixed
-    number of samples of a micro-batch skip, and their branch is not computed (DINOv2): faster by
-    almost the rate."""
+    """`mask`, the default: each sample skips independently, by multiplication with 0; `subset`: a
+    fixed number of samples in each micro-batch skip, and their branch is not computed (DINOv2), so
+    the computation falls by almost the drop path rate."""
     init_values: Annotated[float, Field(gt=0)] | None = None
-    """Initial LayerScale; `None`: no LayerScale."""
+    """Initial value of LayerScale's factors; `None`: no LayerScale."""
     representation_size: Positive | None = None
     """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
     weight_init: Annotated[
         Literal["timm", "jax", "mha"] | None, OnlyWith("init.checkpoint=null")
     ] = None
-    """Initial weights (timm's name). `timm`, also in DeiT and DeiT III: torch's default for the
-    patch convolution, a head with deviation 0.02; `jax`, also in the ViT paper's code and
-    big_vision: Xavier's rule for linear maps; `mha`: as `timm`, but queries, keys and values as in
-    torch.nn.MultiheadAttention; `None`: normal linear maps, LeCun's rule for patches,
-    a zero head."""
+    """Initialization of the weights (timm's name). `timm`, as in DeiT and DeiT III: torch's default
+    for the patch convolution, and a standard deviation of 0.02 for the head; `jax`, as in the ViT
+    paper's code and big_vision: Xavier's rule for linear maps; `mha`: like `timm`, but with
+    torch.nn.MultiheadAttention's rule for queries, keys and values; `None`: a normal distribution
+    for linear maps, LeCun's rule for patches, and zeros for the head."""
     init_head_bias: Annotated[
         float | None, OnlyWith("init.checkpoint=null", "init.reset_head=true")
     ] = None
-    """Initial bias of the head; `None`: 0 (big_vision's name; it uses -6.9 for sigmoid losses over
-    1,000 classes)."""
+    """Initial bias of the head; `None`: 0 (big_vision's name; big_vision uses -6.9 for sigmoid
+    losses over 1,000 classes)."""
 
     def height_width(self) -> tuple[int, int]:
         """Return `image_size` as (height, width)."""
         return height_width(self.image_size)
 
     def size_text(self) -> str:
-        """Return the height and width of an image, such as "224x224"."""
+        """Return the height and width of an image as text, such as "224x224"."""
         height, width = self.height_width()
         return f"{height}x{width}"

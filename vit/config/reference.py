@@ -34,7 +34,7 @@ class Setting:
     type: str
     """The allowed values, in words."""
     default: str
-    """The default value in YAML, and the defaults of optimizers that differ."""
+    """The default value in YAML, and the optimizers' defaults that differ from it."""
     sentence: str
     """The sentence that explains the setting."""
     may_change: bool

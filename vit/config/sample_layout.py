@@ -11,11 +11,11 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
 NO_LABEL = "none"
-"""The label suffix of samples without labels. The index then stores label -1."""
+"""The label suffix for samples without labels. The index then stores label -1."""
 
 
 class Names(NamedTuple):
-    """The prefix, such as a flag, that messages print before each value of a layout."""
+    """The prefixes, such as flags, that messages print before the values of a layout."""
 
     image: str
     label: str

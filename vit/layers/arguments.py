@@ -1,4 +1,4 @@
-"""Check the arguments and inputs of a model, and report all mistakes in one error."""
+"""Check a model's arguments and inputs, and report all mistakes in one error."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -98,7 +98,7 @@ def _size_problems(image_size: tuple[int, int], patch_size: tuple[int, int]) -> 
 
 
 def _head_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the problem if the heads cannot divide `embed_dim`."""
+    """Return a message if the attention heads cannot divide `embed_dim`."""
     embed_dim = arguments["embed_dim"]
     num_heads = arguments["num_heads"]
     pools = arguments["global_pool"] == "map"
@@ -155,7 +155,8 @@ def _without_effect(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the problems with rotary arguments. Without `rope_type`, they must not be set."""
+    """Return a message for each problem with the rotary arguments, which must not be set without
+    `rope_type`."""
     rope_type = arguments["rope_type"]
     if rope_type is None:
         return [

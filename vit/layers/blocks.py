@@ -1,4 +1,5 @@
-"""The sequence of encoder blocks, with activation checkpointing, and in groups for compilation.
+"""The sequence of encoder blocks, with optional activation checkpointing and groups for
+compilation.
 
 `vit.model.Block` is one block. `vit.layers.drop_path` chooses the samples that each block computes,
 and `vit.start.compiling` creates the groups, or turns activation checkpointing on.
@@ -14,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from vit.layers.precision import AUTOCAST_DTYPE
 
 Kept = tuple[Tensor, Tensor] | tuple[None, None]
-"""For the two branches of a block, the samples that keep it (`vit.layers.drop_path.add_branch`)."""
+"""The samples that keep each of a block's two branches (`vit.layers.drop_path.add_branch`)."""
 
 
 class Group(nn.Module):
     """Successive blocks that are compiled as one graph.
 
-    The sum at the end of a block and the norm at the start of the next then become one kernel.
+    The sum at the end of a block and the norm at the start of the next block then become one
+    kernel.
     """
 
     def __init__(self, blocks: Sequence[Any]):
@@ -30,7 +32,8 @@ class Group(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor | None, kept: Sequence[Kept]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the tokens after the last block, (B, N, D), and those between the branches."""
+        """Return the tokens after the last block, (B, N, D), and the tokens between the
+        branches."""
         between = []
         for block, (attn_kept, mlp_kept) in zip(self.blocks, kept, strict=True):
             x = block.add_attn(x, rope, attn_kept)
@@ -38,8 +41,9 @@ class Group(nn.Module):
             x = block.add_mlp(x, mlp_kept)
             between.append(x.detach())
 
-        # Nobody reads these tokens. As results they are stored, so the backward pass reads them.
-        # Otherwise the compiler would store each norm's fp32 values for it, which are as large.
+        # No caller uses the tokens between the branches. Because they are results, they are stored,
+        # and the backward pass reads them. Otherwise the compiler would store each norm's fp32
+        # values for the backward pass, which are as large as the tokens.
         return x, between[:-1] if torch.is_grad_enabled() else []
 
 
@@ -50,7 +54,7 @@ class Blocks(nn.Sequential):
     """Every n-th block is checkpointed; 0 turns checkpointing off. A checkpointed block stores only
     its input, and the backward pass recomputes its activations."""
     residual_dtype: torch.dtype | None = None
-    """The dtype of the tokens between blocks; None keeps that of the first block's input."""
+    """The dtype of the tokens between blocks; None keeps the dtype of the first block's input."""
     groups: Sequence[Group] = ()
     """All blocks in groups. Without groups, each block is called by itself."""
 
@@ -85,7 +89,7 @@ class Blocks(nn.Sequential):
 
 
 def set_residual_dtype(model: nn.Module, name: str) -> None:
-    """Make the blocks of `model` keep their tokens in `train.residual_dtype` = `name`.
+    """Make the blocks of `model` keep their tokens in the dtype `name` (`train.residual_dtype`).
 
     Forward passes then need autocast to bf16, because weights stay in fp32. Raises ValueError for
     timm models.

@@ -11,7 +11,8 @@ subset  Only B * (1 - rate) of B samples, rounded, compute a branch. They are ga
         the same, but truncates instead of rounding (Oquab et al. 2023, arXiv 2304.07193, section 5;
         facebookresearch/dinov2:dinov2/layers/block.py).
 
-Both forms draw for all branches before the first block, and `add_branch` adds each branch:
+Both forms draw the samples for all branches before the first block, and `add_branch` adds each
+branch:
 
     DropPaths -> for each branch, factors (B, 1, 1) or rows (kept,) -> Block -> add_branch
 
@@ -40,8 +41,9 @@ def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
 class DropPaths(nn.Module):
     """Draws the samples that keep each branch, for all branches of a model.
 
-    Draws before the first block. In a block, torch.compile would make a graph for each number of
-    rows, and its backward pass would read draws and rates in place of factors.
+    The samples are drawn before the first block. If a block drew them, torch.compile would make a
+    graph for each number of rows, and the compiled backward pass would read draws and rates in
+    place of factors.
 
     Args:
         rate, schedule: See `drop_path_rates`; with rate 0, nothing is drawn.
@@ -57,26 +59,27 @@ class DropPaths(nn.Module):
         """The rate of each branch, in the order of the blocks, which have two branches each."""
         self.form = form
 
-        # The rates are a setting that timm's state dicts lack, so the buffer is not persistent.
+        # timm's state dicts do not contain the rates, which are a setting, so the buffer is not
+        # persistent.
         self.register_buffer("keep_probs", torch.empty(len(self.rates), 1), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fill the buffer, for example after `to_empty`."""
-        # Subtract in fp64: in fp32, some probabilities would be rounded twice.
+        # Subtract in fp64, because in fp32 some probabilities would be rounded twice.
         self.keep_probs.copy_(1.0 - torch.tensor(self.rates, dtype=torch.float64).unsqueeze(1))
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
-        """Return what `add_branch` takes for each branch, for tokens (B, ...); nothing if nothing
-        is dropped."""
+        """Return the argument `kept` of `add_branch` for each branch, for tokens `x`, (B, ...).
+        Without drop path, the result is empty."""
         if not (self.training and self.rates):
             return ()
         if self.form == "subset":
             return choose_rows(x.shape[0], self.rates, x.device)
 
-        # Draw in fp32 even under autocast: bf16 has only 128 values in [0.5, 1), too coarse for
-        # rate 0.1.
+        # Draw in fp32 even under autocast, because bf16 has only 128 values in [0.5, 1), which is
+        # too coarse for a rate of 0.1.
         draws = torch.rand(len(self.rates), x.shape[0], device=x.device)
         factors = (draws < self.keep_probs) / self.keep_probs
         return factors.to(branch_dtype(x))[:, :, None, None].unbind()
@@ -93,7 +96,7 @@ def choose_rows(batch_size: int, rates: Sequence[float], device: torch.device) -
 
     The host knows the number of samples, so no host-device sync is needed.
     """
-    # Sort once for all branches: one `randperm` per branch would take 64 calls for ViT-H.
+    # Sort once for all branches, because one `randperm` per branch would take 64 calls for ViT-H.
     orders = torch.rand(len(rates), batch_size, device=device).argsort(dim=1)
     return [order[: num_kept(batch_size, rate)] for order, rate in zip(orders, rates, strict=True)]
 
@@ -101,9 +104,9 @@ def choose_rows(batch_size: int, rates: Sequence[float], device: torch.device) -
 def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], kept: Tensor | None) -> Tensor:
     """Return `x` + `branch(x)`, in the dtype of `x`, (B, ...).
 
-    kept: without it, all samples keep the branch. Floats are the factors of `DropPaths` for this
-    branch, (B, 1, 1). Integers are rows that keep the branch, (kept,): it is computed for them
-    alone, and multiplied by B / kept.
+    kept: None if all samples keep the branch. Floats, (B, 1, 1), are the factors that `DropPaths`
+    drew for this branch. Integers, (kept,), are the rows that keep the branch. The branch is then
+    computed only for these rows, and multiplied by B / kept.
     """
     if kept is None:
         return (x + branch(x)).to(x.dtype)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class ImageModel(nn.Module):
     """An image classifier: (B, in_chans, H, W) -> (B, num_classes).
 
-    `VisionTransformer` is a subclass. A model of timm gets `image_size` and `in_chans` from
-    `vit.layers.timm_model`, and is only declared as an `ImageModel`.
+    `VisionTransformer` is a subclass. A timm model gets `image_size` and `in_chans` from
+    `vit.layers.timm_model`, and is not a subclass but only declared as an `ImageModel`.
     """
 
     image_size: tuple[int, int]
@@ -18,7 +18,7 @@ class ImageModel(nn.Module):
     in_chans: int
     """The number of channels of images."""
     num_prefix_tokens: int
-    """The number of tokens before those of patches, in Vision Transformers only."""
+    """The number of tokens before the patch tokens, in Vision Transformers only."""
     blocks: Any
     """The blocks in order, in Vision Transformers only."""
     patch_embed: Any
@@ -30,4 +30,4 @@ class ImageModel(nn.Module):
     forward_features: Callable[[Tensor], Tensor]
     """Returns the tokens after the last block and its norm, (B, N, D)."""
     get_classifier: Callable[[], nn.Module]
-    """Returns the head, in models of timm only."""
+    """Returns the head, in timm models only."""

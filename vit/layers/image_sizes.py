@@ -2,8 +2,8 @@
 
 A model stores position embeddings for one image size, which its checkpoints and evaluations use.
 For every other size, the embeddings are resampled in each forward pass, so that gradients reach the
-stored weights. Rotary embeddings have a table for each size. The result equals that of a model
-built for the other size, because `vit.weights.files` resamples in the same way.
+stored weights. Rotary embeddings have a table for each size. The result is the same as that of a
+model built for the other size, because `vit.weights.files` resamples in the same way.
 
     positions of the model's grid -> `AtSize.positions` -> positions of the images' grid
                                      `AtSize.rope`      -> the rotary table of that grid
@@ -39,8 +39,8 @@ class AtSize(nn.Module):
         self.rope = None if rope is None else rope.at(grid)
 
         # The backward pass of torch's resize is not deterministic on GPUs, so resample with matrix
-        # products. The filter is separable, so one matrix per axis is enough. The matrices follow
-        # from the sizes, so they are not in the state dict.
+        # products. The filter is separable, so one matrix per axis is enough. The sizes determine
+        # the matrices, so they are not in the state dict.
         for name, new, old in zip(("rows", "columns"), grid, model_grid, strict=True):
             self.register_buffer(name, torch.empty(new, old), persistent=False)
         self.reset_parameters()
@@ -55,7 +55,8 @@ class AtSize(nn.Module):
     def positions(self, pos_embed: Tensor) -> Tensor:
         """Resample positions to this grid: (1, P + h*w, D) -> (1, P + h'*w', D) float32.
 
-        Equals `vit.layers.posemb.resample_posemb` except for rounding. Call without autocast.
+        The result is the same as that of `vit.layers.posemb.resample_posemb` except for rounding.
+        Call this method without autocast.
         """
         num_patches = self.rows.shape[1] * self.columns.shape[1]
         prefix = pos_embed[0, : pos_embed.shape[1] - num_patches]

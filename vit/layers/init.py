@@ -22,10 +22,11 @@ _DRAWS = (
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Skip the initialization of parameters in this block, because a checkpoint will fill them.
+    """Skip the initialization of parameters inside this context, because a checkpoint will fill
+    them.
 
     Buffers are still initialized, because some are not in the checkpoint. Initializing the
-    parameters takes a second on one core for ViT-B and seven for ViT-H.
+    parameters takes one second on one core for ViT-B and seven seconds for ViT-H.
     """
 
     def instead_of(draw: Any) -> Any:
@@ -71,7 +72,7 @@ def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
     """Initialize patch embedding and heads as timm, DeiT and DeiT III do.
 
     The patch embedding uses torch's default for convolutions: uniform, std 1 / sqrt(3 fan-in), bias
-    included. Heads: normal, std 0.02 (timm:timm/models/vision_transformer.py,
+    included. The heads use a normal distribution, std 0.02 (timm:timm/models/vision_transformer.py,
     `init_weights_vit_timm`; facebookresearch/deit:models_v2.py, `_init_weights`).
     """
     patches.reset_parameters()
@@ -82,9 +83,9 @@ def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
 def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
     """Initialize all linear layers of `model` except `heads` as the ViT paper's Flax code does.
 
-    Xavier uniform, separately for queries, keys and values; LeCun normal for the pre-logits layer.
-    MLP biases: normal, std 1e-6 (google-research/vision_transformer:vit_jax/models_vit.py;
-    big_vision:models/vit.py).
+    The rule is Xavier uniform, separately for queries, keys and values, and LeCun normal for the
+    pre-logits layer. MLP biases are normal, std 1e-6
+    (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
     """
     are_heads = set(heads)
     for name, module in model.named_modules():
@@ -102,9 +103,9 @@ def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
 def _draw_as_multihead_attention(model: nn.Module) -> None:
     """Initialize queries, keys and values of `model` as torch.nn.MultiheadAttention does.
 
-    Xavier uniform over their joint matrix, (3 embed_dim, embed_dim). A model that draws its
-    nn.Linear layers with std 0.02 leaves this matrix as it is, because it is a bare parameter
-    (pytorch/pytorch:torch/nn/modules/activation.py, `_reset_parameters`).
+    The rule is Xavier uniform over their joint matrix, (3 embed_dim, embed_dim). A model that draws
+    its nn.Linear layers with std 0.02 leaves this matrix unchanged, because it is a parameter
+    without an nn.Linear (pytorch/pytorch:torch/nn/modules/activation.py, `_reset_parameters`).
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(".qkv"):

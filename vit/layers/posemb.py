@@ -20,7 +20,7 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
             f"pos_embed 'sincos2d' needs an embed_dim of 8, 12, 16 and so on, not {dim}"
         )
 
-    # Computed in float64, and rounded once at the end.
+    # Compute in float64, and round once at the end.
     quarter = dim // 4
     frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
     rows, columns = (torch.arange(n, dtype=torch.float64) for n in grid_size)
@@ -46,7 +46,7 @@ def resample_posemb(
     The first P = `num_prefix_tokens` rows are copied, because they have no position in the image.
     The dtype is preserved. `interpolation` is "bicubic" or "bilinear". The defaults match timm's
     `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
-    `antialias` only affects smaller grids. DeiT and MAE do not use antialiasing.
+    `antialias` affects only resampling to smaller grids. DeiT and MAE do not use antialiasing.
 
     Raises:
         ValueError: `pos_embed` does not have the size of `old_grid`.

@@ -19,10 +19,10 @@ attention kernel that avoids the N x N matrix."""
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether `device` trains faster in bf16 than in fp32, from its description alone.
+    """Return whether `device` trains faster in bf16 than in fp32, judged only by its description.
 
-    CPUs do with AVX-512's bf16 instructions (docs/experiments/step.md), which all CPUs with AMX
-    have. Others emulate bf16, or were not measured.
+    CPUs with AVX-512's bf16 instructions, which all CPUs with AMX have, train faster in bf16
+    (docs/experiments/step.md). Other CPUs emulate bf16, or were not measured.
     """
     if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
@@ -44,7 +44,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def branch_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a linear layer's output for `x`, which is autocast's if that is on."""
+    """Return the dtype of a linear layer's output for `x`, which is autocast's dtype if autocast is
+    on."""
     kind = x.device.type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else x.dtype
@@ -61,7 +62,8 @@ def weight_dtype(*modules: nn.Module) -> torch.dtype:
 
 
 class LossScale:
-    """A dynamic loss scale (Micikevicius et al. 2018, section 3.2). Without fp16, it is always 1.
+    """A dynamic loss scale (Micikevicius et al. 2018, section 3.2). Without fp16, the scale is
+    always 1.
 
     The scale and the step counter are () float32 tensors on `device`, so that an overflow needs no
     host-device sync. Checkpoints store both tensors.

@@ -14,6 +14,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """B, L, H: Table 1 of the ViT paper. Ti, S: Table 1 of DeiT (Touvron et al. 2021, arXiv
 2012.12877). g, G: Table 2 of Zhai et al. 2022 (arXiv 2106.04560). SO400M: Alabdulmohsin et al. 2023
-(2305.13035)."""
+(arXiv 2305.13035)."""
 SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 """Maps timm's size names to the names in `PRESETS`."""

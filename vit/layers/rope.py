@@ -68,8 +68,8 @@ class RotaryEmbedding(nn.Module):
         self.reg_grid = (math.isqrt(reg_tokens),) * 2
 
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
-        # A buffer moves to the device with the model. The image size determines it, so, as in timm,
-        # it is not in the state dict.
+        # A buffer moves to the device with the model. The image size determines the table, so it is
+        # not in the state dict, as in timm.
         self.register_buffer("table", torch.empty(2, 1, 1, num_tokens, head_dim), persistent=False)
         self.reset_parameters()
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 class SwiGLU(nn.Module):
     """A hidden layer multiplied by its gate, applied to each token: (B, N, D) -> (B, N, D).
 
-    EVA-02 and DINOv3 H+ use this layer, which equals timm's `SwiGLU`. To match the parameter count
-    of an MLP, set `hidden_dim` to two thirds of the MLP's.
+    EVA-02 and DINOv3 H+ use this layer, which is the same as timm's `SwiGLU`. To match the
+    parameter count of an MLP, set `hidden_dim` to two thirds of the MLP's hidden width.
     """
 
     def __init__(self, dim: int, hidden_dim: int, drop: float):
@@ -27,7 +27,7 @@ class SwiGLU(nn.Module):
 class SwiGLUPacked(nn.Module):
     """SwiGLU that computes gate and hidden layer in one product, each half of `hidden_dim` wide.
 
-    DINOv2 g uses this layer, which equals timm's `SwiGLUPacked`. `hidden_dim` must be even.
+    DINOv2 g uses this layer, which is the same as timm's `SwiGLUPacked`. `hidden_dim` must be even.
     """
 
     def __init__(self, dim: int, hidden_dim: int, drop: float):

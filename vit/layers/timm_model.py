@@ -49,10 +49,12 @@ def create_timm_model(
 
 
 def _create_without_unknown(name: str, fields: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Return the model, and the `fields` that it does not know, without which it was created.
+    """Create the model without the `fields` that it does not know. Return the model and the names
+    of these fields.
 
     Convolutional networks accept any image size and have no `img_size`, so this field is not
-    listed. The model is None if its creation failed in the end, perhaps because fields are missing.
+    listed. The model is None if its creation failed even without these fields, perhaps because
+    other fields are missing.
     """
     import timm
 

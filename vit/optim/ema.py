@@ -34,11 +34,11 @@ def create_average(model: nn.Module, config: EmaConfig, steps_per_epoch: int) ->
 class Ema:
     """An EMA of the weights of `model`, stored as the fp32 copy `module`.
 
-    `decay` is applied at each update, as in DeiT and timm. With `warmup` the decay starts lower, as
-    in TensorFlow's ExponentialMovingAverage with `num_updates` (true), or with this power, as in
-    timm's ModelEmaV3 (timm/utils/model_ema.py, get_decay). The EMA is updated at every
-    `every_steps`-th step of an epoch. Until `after_steps`, the EMA is a copy of the weights
-    (pytorch/vision:references/classification/train.py; timm's update_after_step).
+    `decay` is applied at each update, as in DeiT and timm. With `warmup`, the decay starts lower.
+    With `True`, it grows as in TensorFlow's ExponentialMovingAverage with `num_updates`; with a
+    number, which is a power, as in timm's ModelEmaV3 (timm/utils/model_ema.py, get_decay). The EMA
+    is updated at every `every_steps`-th step of an epoch. Until `after_steps`, the EMA is a copy of
+    the weights (pytorch/vision:references/classification/train.py; timm's update_after_step).
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class Ema:
         self.after_steps = after_steps
         self.steps_per_epoch = steps_per_epoch
 
-        # Parameters still require gradients, as those of the model, because torch.compile makes
-        # another graph for others. `update` and evaluations run without gradients.
+        # The copies still require gradients, like the model's parameters, because torch.compile
+        # would make another graph for copies that do not. `update` and evaluations run without
+        # gradients.
         self.module = copy.deepcopy(model).float().eval()
 
         # A frozen parameter never changes, so its copy is already its average.
@@ -82,7 +83,8 @@ class Ema:
         This warmup reaches a decay of 0.9999 only after 89,989 steps. With a power p as warmup, the
         decay is timm's: min(decay, 1 - (1 + t)^-p), t = steps since `after_steps`.
         """
-        # The stored weights are older at the first update after `after_steps`, so copy then too.
+        # At the first update after `after_steps`, the EMA contains older weights, so copy the
+        # model's weights then too.
         if self.after_steps and step - self.every_steps < self.after_steps:
             return 0.0
         if not self.warmup:

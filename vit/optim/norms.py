@@ -39,7 +39,7 @@ class Measured:
     layers: tuple[str, ...]
 
     def named(self, values: Sequence[float]) -> NormsByName:
-        """Key `values`, the host's copy of `self.values`, by kind and layer.
+        """Return `values`, the host's copy of `self.values`, keyed by kind and layer.
 
         Adds the ratio of update norm to weight norm. A layer whose weights are all 0 has no ratio.
         """
@@ -62,8 +62,8 @@ class Measured:
 class Norms:
     """Measures the update at every `every_steps`-th step, and at the last of `total_steps`.
 
-    Norms are exact over all ranks, even if parameters are sharded (DTensor). Raises ValueError for
-    a model whose layers are unknown.
+    The norms are exact over all ranks, even if parameters are sharded (DTensor). Raises ValueError
+    for a model whose layers are unknown.
     """
 
     def __init__(self, model: nn.Module, every_steps: int, total_steps: int):

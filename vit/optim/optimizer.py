@@ -3,8 +3,8 @@
 The training step sets the learning rate and weight decay of all groups from `vit.optim.schedule`
 before each update. The optimizers come from torch and timm, and `_KINDS` lists them. If an
 optimizer cannot skip an update on the device when `found_inf` is set, `vit.optim.skipping` undoes
-the update. A non-finite gradient therefore never reaches weights or optimizer state, and needs no
-host-device sync.
+the update. A non-finite gradient therefore never reaches weights or optimizer state, and skipping
+it needs no host-device sync.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class _Kind:
     """The functions that create an optimizer and its state."""
 
     create: Callable[[Groups, Any], torch.optim.Optimizer]
-    """Creates the optimizer from the groups and the section `optim` of the config."""
+    """Creates the optimizer from the groups and the config's `optim` section."""
     new_state: Callable[[Tensor, Any, dict[str, Any]], State]
     """Creates a parameter's initial state, using the library's key names."""
     skips: bool
@@ -94,7 +94,7 @@ def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float | None) -> None:
-    """Set the learning rate, times `lr_scale`, and the weight decay of all groups.
+    """Set the learning rate (`lr` times the group's `lr_scale`) and the weight decay of all groups.
 
     weight_decay: the new value for groups with weight decay; None keeps the current value.
     """
@@ -181,7 +181,7 @@ def _iterate_in_fp32_on_cpus() -> None:
 
 
 def _adafactor(groups: Groups, config: AdafactorConfig) -> torch.optim.Optimizer:
-    """Create Adafactor in big_vision's form."""
+    """Create big_vision's form of Adafactor."""
     from timm.optim import AdafactorBigVision
 
     return AdafactorBigVision(
@@ -226,12 +226,12 @@ def _moments(parameter: Tensor, config: object, group: dict[str, Any]) -> State:
 
 def _momentum(parameter: Tensor, config: SgdConfig, group: dict[str, Any]) -> State:
     # Fused SGD would allocate its momentum without initializing it, so a skipped first update would
-    # leave garbage.
+    # leave arbitrary values.
     return {"momentum_buffer": _zeros_like(parameter)} if config.momentum else {}
 
 
 def _muon_state(parameter: Tensor, config: MuonConfig, group: dict[str, Any]) -> State:
-    """Return Muon's or AdaMuon's state, or Adam's moments for a parameter that is no matrix."""
+    """Return Muon's or AdaMuon's state, or Adam's moments for a parameter that is not a matrix."""
     if not group["use_muon"]:
         return _moments(parameter, config, group)
     state = {"momentum_buffer": _zeros_like(parameter)}

@@ -21,13 +21,14 @@ def lr_at(
     cooldown_steps: int = 0,
     interval_steps: int = 1,
 ) -> float:
-    """Return the learning rate at `step` in [0, total_steps), constant for `interval_steps`.
+    """Return the learning rate at `step` in [0, total_steps), which changes only every
+    `interval_steps` steps.
 
     Warmup is linear: the update at step s uses (s + 1) / warmup_steps of the peak. With
     `warmup_lr`, the warmup starts at that rate and reaches the peak one step after the warmup, as
     in timm. After the warmup, `cosine` (Loshchilov & Hutter 2017, equation 5, without restarts) and
-    `linear` decay from the peak to `min_lr`; `constant` keeps the peak; `wsd` keeps it until the
-    last `decay_steps` before the cooldown (timm:timm/scheduler/wsd_lr.py). The last
+    `linear` decay from the peak to `min_lr`; `constant` keeps the peak; `wsd` keeps the peak until
+    the last `decay_steps` before the cooldown (timm:timm/scheduler/wsd_lr.py). The last
     `cooldown_steps` use `min_lr`. The rate is 0 only if `warmup_lr` is 0, or if `min_lr` is 0 and a
     cooldown is set.
     """
@@ -54,6 +55,6 @@ def lr_at(
 
 
 def weight_decay_at(step: int, *, first: float, final: float, total_steps: int) -> float:
-    """Return the weight decay at `step`: a cosine from `first` to `final` at `total_steps`
-    (facebookresearch/dino:utils.py, cosine_scheduler)."""
+    """Return the weight decay at `step`, which follows a cosine from `first` to `final` at
+    `total_steps` (facebookresearch/dino:utils.py, cosine_scheduler)."""
     return final + 0.5 * (first - final) * (1.0 + math.cos(math.pi * step / total_steps))

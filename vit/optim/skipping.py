@@ -35,7 +35,7 @@ class Undo:
         ]
 
         # In floating point, NaN times 0 is NaN, so compute with the bits as integers. Integer sums
-        # wrap around, so (old - new) + new equals old in every bit.
+        # wrap around, so every bit of (old - new) + new is the same as in old.
         self._live: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             kind = _INTEGERS[tensor.element_size()]
@@ -49,7 +49,8 @@ class Undo:
     def _save(self, optimizer: Any, args: object, kwargs: object) -> None:
         if getattr(optimizer, "found_inf", None) is None:
             return
-        # Multiply by 1 to copy many tensors with one launch; `clone` needs one launch per tensor.
+        # Multiply by 1 to copy many tensors with one launch, because `clone` needs one launch per
+        # tensor.
         self._saved = {kind: torch._foreach_mul(live, 1) for kind, live in self._live.items()}
 
     @torch.no_grad()

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from vit.model import Attention
 
 PLAIN_ATTENTION = (Attention.__module__, "timm.layers.attention", "timm.models.vision_transformer")
-"""Modules whose `Attention` class computes plain softmax(q k / sqrt(dim)): ours and two in timm,
-which has moved the class. Other attention classes in timm add position biases, rotate queries
-and keys, or attend within windows."""
+"""Modules whose `Attention` class computes plain softmax(q k / sqrt(dim)): ours, and two in timm,
+because timm has moved the class. Other attention classes in timm add position biases, rotate
+queries and keys, or attend within windows."""
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the self-attention module of each block. Raises ValueError if a block has none, or a
-    different kind."""
+    """Return the self-attention module of each block. Raises ValueError if a block has no plain
+    self-attention."""
     attentions = [
         module
         for module in model.modules()
@@ -91,7 +91,8 @@ def largest_logits(model: nn.Module, images: Tensor) -> Tensor:
 
     images: (B, C, H, W) float32, normalized. The maximum is taken over heads, queries and keys,
     after norms and rotation, and without dropout or drop path. Only the logits of one image and one
-    block are in memory at a time. Returns (0, B) if the model has no plain self-attention.
+    block are in memory at a time. Returns a tensor of shape (0, B) if the model has no plain
+    self-attention.
     """
     largest = list[Tensor]()
 

@@ -102,7 +102,7 @@ def cross_entropy(
     Label smoothing follows Szegedy et al. 2016, section 7: the fraction `label_smoothing` of each
     target is spread over all classes. class_weights: (classes,).
     """
-    # Compute in fp32 even under autocast: bf16 rounds away differences below 0.4 %.
+    # Compute in fp32 even under autocast, because bf16 rounds away differences below 0.4 %.
     log_probabilities = logits.float().log_softmax(-1)
     if class_weights is not None:
         log_probabilities = log_probabilities * class_weights
@@ -152,8 +152,9 @@ def soft_distillation(logits: Tensor, teacher_logits: Tensor, temperature: float
     softmax, times T**2.
 
     From Hinton et al. 2015 (arXiv 1503.02531), section 2: the factor T**2 makes the scale of
-    gradients independent of the temperature T. Sums over classes, as timm:timm/task/distillation.py
-    does. facebookresearch/deit:losses.py divides by the number of classes.
+    gradients independent of the temperature T. The divergence is summed over classes, as in
+    timm:timm/task/distillation.py, whereas facebookresearch/deit:losses.py also divides by the
+    number of classes.
     """
     log_probabilities = (logits.float() / temperature).log_softmax(-1)
     teacher_log_probabilities = (teacher_logits.float() / temperature).log_softmax(-1)

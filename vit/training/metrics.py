@@ -89,9 +89,9 @@ class Accuracy:
 
     `top1` and `top5` are in percent. `loss` is the mean cross-entropy, or NaN if a logit was not
     finite. If an image has several accepted classes, their probabilities are summed. `ece` is the
-    expected calibration error (Guo et al. 2017, equation 3) in points over `ECE_BINS` bins of equal
-    width: the mean gap between the confidence and the accuracy of predictions. If `loss` is NaN,
-    so is `ece`.
+    expected calibration error (Guo et al. 2017, equation 3) in points, which is the mean gap
+    between the confidence and the accuracy of predictions over `ECE_BINS` bins of equal width. If
+    `loss` is NaN, `ece` is NaN too.
     """
 
     num_images: int
@@ -122,7 +122,7 @@ class Accuracy:
 
 
 class AccuracyCounter:
-    """Counts correct predictions of batches on the device. `result` sums the counts over the
+    """Counts the correct predictions in batches on the device. `result` sums the counts over the
     ranks."""
 
     def __init__(self, device: torch.device):
@@ -171,11 +171,11 @@ class AccuracyCounter:
         self._add_to_bins(logits, top1, valid)
 
     def _add_to_bins(self, logits: Tensor, top1: Tensor, valid: Tensor) -> None:
-        """Count each row in the bin of its confidence, the probability of its prediction.
+        """Count each row in the bin of its confidence, which is the probability of its prediction.
 
         Args:
             logits: (B, classes) float32.
-            top1: (B,) bool, whether the prediction is right.
+            top1: (B,) bool, whether the prediction is correct.
             valid: (B,) bool, whether the row counts.
         """
         confidence = (logits.amax(1) - logits.logsumexp(1)).exp()
@@ -197,7 +197,8 @@ class AccuracyCounter:
         share = 100.0 / max(images, 1)
         mean = float("nan") if not_finite else loss * LOSS_UNIT / max(images, 1)
 
-        # The gap of a bin is between its number of right predictions and its sum of confidences.
+        # A bin's gap is the difference between its number of correct predictions and its sum of
+        # confidences.
         right, confidences = bins[ECE_BINS : 2 * ECE_BINS], bins[2 * ECE_BINS :]
         gaps = [abs(r - c * LOSS_UNIT) for r, c in zip(right, confidences, strict=True)]
         ece = float("nan") if not_finite else sum(gaps) * share
@@ -221,7 +222,8 @@ def _fixed_point(values: Tensor, is_valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The top-1 difference of two models on the same images, in points, with a 95 % interval."""
+    """The top-1 difference between two models on the same images, in points, with a 95 %
+    interval."""
 
     num_images: int
     only_first: int
@@ -239,12 +241,14 @@ class PairedDifference:
 
 
 def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
-    """Compare two models on the same images. first, second: (N,) bool, whether the model is right.
+    """Compare two models on the same images. first, second: (N,) bool, whether the model's
+    prediction is correct.
 
     Images on which both models are right, or both wrong, carry no information about the difference,
-    so the interval is much narrower than those of two separate accuracies. The method is the Wald
-    interval for paired proportions after adding half an image to each of the four cases (Agresti &
-    Min 2005, Statistics in Medicine 24, 729-740), which keeps its coverage for few differences.
+    so the interval is much narrower than the intervals of two separate accuracies. The method is
+    the Wald interval for paired proportions after adding half an image to each of the four cases
+    (Agresti & Min 2005, Statistics in Medicine 24, 729-740), which keeps its coverage even for few
+    differences.
     """
     count = len(first)
     only_first = int((first & ~second).sum())

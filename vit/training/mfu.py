@@ -76,8 +76,8 @@ def train_flops_per_image(
 ) -> int:
     """Return the FLOPs of training on one image, in micro-batches of the given size.
 
-    `model` comes from `create_model` and is not wrapped. Branches that drop path skips, and the
-    backward pass of frozen parts, are not counted. image_size: as in `flops_per_image`.
+    `model` must come from `create_model` and must not be wrapped. Branches that drop path skips,
+    and the backward pass of frozen parts, are not counted. image_size: as in `flops_per_image`.
     """
     forward = flops_per_image(model, micro_batch_size, image_size)
     # Frozen parts have no backward pass, because they precede all trained parts.
@@ -101,7 +101,7 @@ def find_peak(device: torch.device, precision: str) -> Peak | None:
 
 
 def measure_peak(device: torch.device, precision: str, size: int | None = None) -> Peak:
-    """Time several products of two `size` x `size` matrices, and return the fastest rate.
+    """Time several products of two `size` x `size` matrices, and return the highest rate.
 
     The matrices are random, because products of constants draw less power and would run at a higher
     clock than training does.

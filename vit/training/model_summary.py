@@ -18,8 +18,8 @@ from vit.training.freeze import frozen_parts
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of trainable and frozen parameters. Buffers (fixed positions) are
-    ignored."""
+    """Return the number of parameters, both trainable and frozen. Buffers, such as fixed positions,
+    are ignored."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -30,12 +30,13 @@ def flops_per_image(
 ) -> int:
     """Return the forward FLOPs of one image in matrix products and convolutions.
 
-    A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
+    A multiply-add counts as 2. `model` must come from `create_model` and must not be wrapped (DDP,
+    FSDP2).
 
     Args:
         training_batch_size: If given, count a training micro-batch of this size, in which drop path
             may skip branches, and return the mean per image.
-        image_size: (height, width) in pixels, or None for the model's own.
+        image_size: (height, width) in pixels, or None for the model's own size.
     """
     return _flops(flops_by_operator(model, training_batch_size, image_size)["Global"])
 
@@ -94,7 +95,7 @@ def print_shapes(model: ImageModel, name: str) -> None:
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
     handles = _print_shapes_in_forward(model)
     gflop = flops_per_image(model) / 1e9
-    digits = ".2f" if gflop >= 1 else ".2g"  # a demo model has less than 0.01
+    digits = ".2f" if gflop >= 1 else ".2g"  # a demo model needs less than 0.01
     for handle in handles:
         handle.remove()
     print(

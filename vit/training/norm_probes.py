@@ -89,8 +89,8 @@ class Probes:
 def create_probes(
     model: nn.Module, config: Config, augment: Augment, micro_batch_size: int, total_steps: int
 ) -> Probes | None:
-    """Return the probes for `log.norms_every_steps`, or None if it is off. Raises ValueError in the
-    same cases as `Norms`."""
+    """Return the probes for `log.norms_every_steps`, or None if the setting is off. Raises
+    ValueError in the same cases as `Norms`."""
     every_steps = config.log.norms_every_steps
     if every_steps is None:
         return None

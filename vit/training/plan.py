@@ -1,8 +1,8 @@
 """Compute the plan of a run: batch sizes, steps and other numbers.
 
-The config gives the recipe (global batch, epochs), the data set gives the number of images, and
-torchrun gives the number of ranks. The plan is computed before anything expensive starts. If a
-batch cannot be divided evenly, the error lists sizes that work.
+The recipe (global batch, epochs) comes from the config, the number of images from the data set, and
+the number of ranks from torchrun. The plan is computed before anything expensive starts. If a batch
+cannot be divided evenly, the error lists batch sizes that work.
 """
 
 import math
@@ -30,7 +30,7 @@ class Plan:
     dropped_per_epoch: int
     distinct_images_per_epoch: int
     """The number of different images in an epoch. An epoch has more rows if `order.aug_repeats` or
-    weights repeat images."""
+    the sources' weights repeat images."""
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
@@ -47,7 +47,8 @@ class Plan:
 
     @property
     def rank_batch_size(self) -> int:
-        """The largest number of rows on a rank. Ranks differ only with `train.exact_over_ranks`."""
+        """The largest number of rows on a rank. The ranks' numbers of rows differ only with
+        `train.exact_over_ranks`."""
         return math.ceil(self.num_leaves / self.world_size) * self.micro_batch_size
 
     def rows_of(self, rank: int) -> range:
@@ -100,7 +101,8 @@ def divide_batch(
 
 
 def _indivisible(batch: int, augment: AugmentConfig, world_size: int, unit: int) -> str:
-    """Return the message for a batch that is not a multiple of the ranks times `unit` rows."""
+    """Return the message for a batch that is not a multiple of the number of ranks times `unit`
+    rows."""
     step = world_size * unit
     near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
     needs = f"{world_size} ranks"
@@ -269,7 +271,7 @@ def make_plan(
         total_steps=total,
         warmup_steps=steps(schedule.warmup_steps, schedule.warmup_epochs, 0),
         eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
-        # At most 50 steps between lines, and about 20 lines or more in a short run.
+        # Log a line at least every 50 steps, and at least about 20 lines in a short run.
         log_every_steps=config.log.every_steps or max(min(50, total // 20), 1),
         decay_steps=max(round(schedule.decay_fraction * total), 1) if schedule.name == "wsd" else 0,
         cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
@@ -301,7 +303,7 @@ def _check_schedule(schedule: ScheduleConfig, plan: Plan) -> None:
         "decay": plan.decay_steps,
         "cool-down": plan.cooldown_steps,
     }
-    # A warmup that is longer than the run is allowed, and only logs a note.
+    # A warmup that is longer than the run is allowed. It only causes a note in the log.
     if plan.decay_steps + plan.cooldown_steps and sum(parts.values()) > total:
         listed = ", ".join(f"{name} {length:,}" for name, length in parts.items() if length)
         raise ValueError(

@@ -1,8 +1,8 @@
 """Combine the gradients and statistics of all ranks, for `vit.step`.
 
 `DataParallel` averages gradients with DDP, or does nothing on a single rank.
-`vit.distributed.exact.leaves.Leaves` sums gradients along a tree, which gives bitwise equal results
-on any number of ranks.
+`vit.distributed.exact.leaves.Leaves` sums gradients along a tree, which gives bitwise identical
+results on any number of ranks.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Reduce(Protocol):
         """Add the summed loss and the summed row weights of a micro-batch."""
 
     def finish(self) -> None:
-        """Write the gradient of the global batch to `grad`."""
+        """Write the global batch's gradient to each parameter's `grad`."""
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum the numbers of a step (`Slot`) over the ranks, in place."""
@@ -66,7 +66,8 @@ class DataParallel:
         self.norm_ranks = world.size
 
     def divisor(self, num_rows: int) -> int:
-        """Return `num_rows`: ranks have equal numbers of rows, and DDP averages their means."""
+        """Return `num_rows`, because all ranks have the same number of rows and DDP averages their
+        means."""
         return num_rows
 
     def first_row(self, num_rows: int) -> int:
@@ -109,9 +110,9 @@ class DataParallel:
             return
         size: Any = self.model.image_size
         if tuple(rows.images.shape[2:]) != size:
-            # The order of gradients determines the layout, and resampled positions would change
-            # this order. A run that resumes after `schedule.image_sizes` does not resample, so
-            # always use the model's own size.
+            # The order of gradients determines the bucket layout, and resampled positions would
+            # change this order. A run that resumes after the stages of `schedule.image_sizes` does
+            # not resample positions, so always use the model's own size.
             rows = replace(rows, images=rows.images.new_zeros((*rows.images.shape[:2], *size)))
 
         # The warm-up passes change the running statistics of batch norms in timm models, so restore

@@ -38,7 +38,7 @@ class RunData:
     sets: list[tuple[EvalSet, ...]]
     """The evaluation sets, `data.val_split` first. Sets with the same images form a group."""
     eval_batches: list[EvalBatches]
-    """The batches of each split to evaluate."""
+    """The evaluation batches of each split."""
     image_format: ImageFormat
     """The image format used in evaluation."""
     num_classes: int
@@ -50,17 +50,20 @@ class RunData:
 
     @property
     def class_names(self) -> list[str]:
-        """The names of the training classes, in the order of their numbers. May be empty."""
+        """The names of the training classes, in the order of the class numbers. The list may be
+        empty."""
         return self.train_set.split.class_names
 
 
 def choose_settings(config: Config, world: World) -> Config:
     """Return `config` with values in place of `auto` in `train.precision` and `train.compile`.
 
-    All ranks must call this function, because hosts may have different GPUs: bf16 is chosen only if
-    the devices of all ranks have it. Nothing is measured, so the choice is the same at each start.
+    All ranks must call this function, because hosts may have different GPUs, and bf16 is chosen
+    only if all ranks' devices support it. Nothing is measured, so the choice is the same at each
+    start.
     """
-    # Also ask without `auto`, because `--check` has not compared the ranks' settings yet.
+    # Gather the answers of all ranks even without `auto`, because `--check` has not compared the
+    # ranks' settings yet.
     if not world.is_main:
         world.gather("bf16", has_bf16(world.device))
     config = with_precision(

@@ -30,7 +30,7 @@ class Slot(IntEnum):
     VERDICT = 4
     """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`. Before the sum over ranks,
     this position contains the gradient norm. The norm's last bit may differ between ranks with
-    different hardware, but the sum makes all ranks decide alike."""
+    different hardware, but the sum is the same on all ranks, so they make the same decision."""
     RANK_REPORTS = 5
     """The start of rank 0's report, followed by the reports of other ranks. Each rank writes only
     its own numbers, so the sum gathers all reports."""

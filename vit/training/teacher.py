@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vit.distributed.process_group import World
 
 SHOWN_DIGITS = 12
-"""The number of digits of the hash that messages show."""
+"""The number of hash digits that messages show."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ class Teacher:
 def _renormalization(
     data: DataConfig, own: DataConfig, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (shift, scale), each (C, 1, 1), from the student's normalization to the teacher's, or
-    None if both are equal.
+    """Return (shift, scale), each (C, 1, 1), which convert the student's normalization to the
+    teacher's, or None if both are the same.
 
     Args:
-        data: The settings of the inputs.
+        data: The settings that normalized the inputs.
         own: The settings of the teacher.
     """
     settings = (data.mean, data.std, own.mean, own.std)
@@ -183,7 +183,7 @@ class Distilled(Objective):
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
         """Make a `model` with two heads return the logits of both."""
         self._mark_teacher = mark_teacher
-        if hasattr(model, "distilled_training"):  # only models with a second head have this method
+        if hasattr(model, "distilled_training"):  # only such models have this attribute
             model.distilled_training = True  # type: ignore[assignment]
 
     def __call__(
@@ -335,22 +335,22 @@ def _with_classes(
 ) -> LoadedWeights:
     """Return `loaded` with a head for the data's classes, in their order.
 
-    Class names are matched if both sides have them. Otherwise the numbers of classes must be equal.
-    Raises ValueError if the classes differ.
+    Class names are matched if both sides have them. Otherwise, both sides must have the same number
+    of classes. Raises ValueError if the classes differ.
     """
     own_classes = loaded.num_classes
     assert own_classes is not None, "weights with a config have it"
     try:
         namings = namings_of(loaded, own_classes) if class_names else {}
-    except WeightsError:  # published weights whose names only timm knows
+    except WeightsError:  # published weights whose class names only timm knows
         namings = {}
 
     lacking = {
         naming: [name for name in class_names if name not in names]
         for naming, names in namings.items()
     }
-    # The naming that lacks the fewest classes. The weights' own names have the key "", and all
-    # other namings are guesses.
+    # Choose the list of class names that lacks the fewest classes. The weights' own names have the
+    # key "", and all other lists are guesses.
     closest = min(namings, key=lambda naming: len(lacking[naming]), default="")
     if namings and not lacking[closest]:
         is_same_order = list(namings[closest]) == list(class_names)
