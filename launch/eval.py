@@ -53,7 +53,7 @@ from vit.run_folder.paths import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.weights.class_names import check_head
 from vit.weights.files import LoadedWeights, read_weights
-from vit.weights.on_ranks import read_once
+from vit.weights.on_ranks import on_all_ranks
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
 
@@ -69,8 +69,9 @@ def main() -> World:
     world = process_group.join_world(args.device or "auto", device_setting)
     results = _evaluate_all(args, settings, world, out)
     if world.is_main:
-        is_single = len(results) == 1
-        as_json = results[0].as_json if is_single else compare(args.checkpoints, results, out)
+        as_json = (
+            results[0].as_json if len(results) == 1 else compare(args.checkpoints, results, out)
+        )
         if args.json:
             print(json.dumps(as_json))
     return world
@@ -165,27 +166,13 @@ def _read(
     path: the path of the weights, or "" for the newest run. Raises ValueError if there is no config
     and --finetune is not set.
     """
-    published: KnownModel | None = None
-    problem = ""
+    loaded_on_main, published, problem_on_main = world.on_main(
+        lambda: _read_on_main(path, args, root, split)
+    ) or (None, None, "")
+    loaded = on_all_ranks(loaded_on_main, world)
+    problem = world.broadcast_from_main(lambda: problem_on_main)
 
-    def read() -> LoadedWeights:
-        nonlocal published, problem
-        loaded, published, problem = _read_on_main(path, args, root, split)
-        return loaded
-
-    loaded = read_once(read, world)
-    problem = world.broadcast_from_main(lambda: problem)
-
-    config = None
-    with world.fail_together():
-        try:
-            if not problem:
-                config = config_io.from_dict(loaded.config or {}, str(loaded.path))
-        except ValueError as error:
-            if not args.finetune:
-                raise
-            problem = str(error)
-
+    config = None if problem else config_io.from_dict(loaded.config or {}, str(loaded.path))
     return _Subject(loaded, config, published, problem)
 
 
@@ -196,18 +183,18 @@ def _read_on_main(
     loaded = read_weights(
         path or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
     )
-    if loaded.config is not None:
-        if args.model:
-            raise ValueError(
-                f"--model {args.model}: {loaded.path} was saved by this project and contains"
-                " its model's name: omit --model"
-            )
-        return loaded, None, ""
+    if args.model and loaded.config is not None:
+        raise ValueError(
+            f"--model {args.model}: {loaded.path} was saved by this project and contains"
+            " its model's name: omit --model"
+        )
 
     published: KnownModel | None = None
     try:
-        loaded, published = with_published_config(loaded, args.model, root, split)
-        check_head(loaded)
+        if loaded.config is None:
+            loaded, published = with_published_config(loaded, args.model, root, split)
+            check_head(loaded)
+        config_io.from_dict(loaded.config or {}, str(loaded.path))
     except ValueError as error:
         if not args.finetune:
             raise

@@ -36,7 +36,7 @@ from vit.training.objective import Forward, Objective
 from vit.training.run_data import Notes, RunData
 from vit.weights.class_names import check_head, namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
-from vit.weights.on_ranks import read_once
+from vit.weights.on_ranks import on_all_ranks
 from vit.weights.published import identify, to_config, with_published_config
 
 if TYPE_CHECKING:
@@ -222,16 +222,15 @@ def load_teacher(
     """
     if config.distill.teacher is None:
         return None
-    sha256_of_all = ""
 
-    def read() -> LoadedWeights:
-        nonlocal sha256_of_all
+    def read() -> tuple[LoadedWeights, str]:
         loaded = _read(config.distill)
-        sha256_of_all = fingerprint(loaded.weights)  # before classes are selected
-        return _with_classes(loaded, class_names, num_classes)
+        sha256 = fingerprint(loaded.weights)  # before classes are selected
+        return _with_classes(loaded, class_names, num_classes), sha256
 
-    loaded = read_once(read, world)
-    sha256 = world.broadcast_from_main(lambda: sha256_of_all)
+    loaded_on_main, sha256_on_main = world.on_main(read) or (None, "")
+    loaded = on_all_ranks(loaded_on_main, world)
+    sha256 = world.broadcast_from_main(lambda: sha256_on_main)
     own = config_io.from_dict(loaded.config or {}, str(loaded.path))
     with world.fail_together():
         model = _create(own, config, num_classes)
@@ -358,11 +357,10 @@ def _with_classes(
 
     is_guess_of_same_size = bool(closest) and own_classes == num_classes
     if namings and not is_guess_of_same_size:
-        own_names = few(namings[closest])
         raise ValueError(
             f"distill.teacher: {loaded.path} lacks {len(lacking[closest])} of the data's"
-            f" {num_classes} classes ({few(lacking[closest])}); its own classes are {own_names}:"
-            " use a teacher trained on the data's classes"
+            f" {num_classes} classes ({few(lacking[closest])}); its own classes are"
+            f" {few(namings[closest])}: use a teacher trained on the data's classes"
         )
     if own_classes != num_classes:
         raise ValueError(

@@ -17,10 +17,11 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
 
     If `read` fails, the other ranks raise AlreadyReported.
     """
-    if world.size == 1:
-        return read()
+    return on_all_ranks(world.on_main(read), world)
 
-    loaded = world.on_main(read)
+
+def on_all_ranks(loaded: LoadedWeights | None, world: World) -> LoadedWeights:
+    """Return the weights of rank 0 on all ranks. loaded: the weights, None on the other ranks."""
     described = world.broadcast_from_main(lambda: {} if loaded is None else _describe(loaded))
     if loaded is None:
         loaded = _like(described)
