@@ -32,7 +32,7 @@ def open_split(
     checks all rows of the index. Raises ShardError.
     """
 
-    def open_checked(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
+    def open_checked(*, is_checked: bool = False, versions: list[Any] | None = None) -> Split:
         opened = opening.open_split(
             resolve(root or config.data.root),
             split,
@@ -55,13 +55,11 @@ def open_split(
 
     # Only rank 0 requests the shards. Requests from a thousand ranks for every shard would overload
     # the server, and ranks might see different versions of a shard.
-    split_of_main = world.on_main(open_checked)
-    versions = world.broadcast_from_main(
-        lambda: None if split_of_main is None else split_of_main.versions
+    return world.main_then_others(
+        open_checked,
+        lambda opened: opened.versions,
+        lambda versions: open_checked(is_checked=not world.is_local_main, versions=versions),
     )
-    if split_of_main is not None:
-        return split_of_main
-    return open_checked(not world.is_local_main, versions)
 
 
 class TrainReader(Protocol):

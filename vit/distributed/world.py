@@ -10,6 +10,7 @@ disk or a network can prolong therefore use torchrun's key-value store:
     join_world            all for rank 0, and rank 0 for all              COLLECTIVE_TIMEOUT
     broadcast_from_main   all for the function on rank 0                  as long as it takes
     main_first            the same, then all call the function            as long as it takes
+    main_then_others      the same, then the others call a function       as long as it takes
     fail_together         all for all, while each may save or load        LONGEST_WAIT
     check_same            broadcast_from_main, then fail_together
     barrier               fail_together, then a collective
@@ -208,8 +209,18 @@ class World:
 
         If `function` raises an error on rank 0, the other ranks raise AlreadyReported.
         """
-        result = self.on_main(function)
-        return result if self.is_main else function()  # type: ignore[return-value]
+        return self.main_then_others(function, lambda result: None, lambda _: function())
+
+    def main_then_others(
+        self, main: Callable[[], T], shared: Callable[[T], Any], others: Callable[[Any], T]
+    ) -> T:
+        """Call `main` on rank 0, and then `others` on the other ranks. Each returns its own result.
+
+        `others` receives `shared(result of main)`, a JSON value. An error of `main` becomes
+        AlreadyReported on the other ranks.
+        """
+        answer = self._share(main, shared)
+        return answer if self.is_main else others(answer)
 
     def _share(self, function: Callable[[], T], shared: Callable[[T], Any]) -> Any:
         """Call `function` on rank 0 and return its result. Other ranks return `shared(result)`.
