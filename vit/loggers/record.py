@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +36,8 @@ from vit.system.redact import printed, shown, shown_values
 
 SILENT_S = 60.0
 """The maximum time between two progress lines in a log file. A single step may take minutes."""
+BAR_WIDTH = 24
+"""The length of the progress bar in characters."""
 
 
 def wandb_mode(setting: str) -> str:
@@ -70,35 +73,36 @@ class Record:
         lock: RunLock | None = None,
     ):
         self.is_main = is_main
-        self._loggers: list[Logger] = []
-        self._live: Progress | None = None
-        self._step = first_step
-        self._outcome = ""
-        if not is_main:
-            return
-
+        self.lock = lock or RunLock(run_dir)
         self._run_dir = run_dir
         self._config = config
-        self._printed_at = time.monotonic()
+        self._loggers: list[Logger] = []
+        self._step = first_step
+        self._outcome = ""
+
         self._began_s = time.time()
         self._began_at = steady_s()
-
+        self._printed_at = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.lock = lock or RunLock(run_dir)
-        self.lock.acquire()
-        self._file = _open_to_append(run_dir / METRICS_FILE)
+        self._live: Progress | None = None
+        self._file: TextIO = StringIO()
+        """The open metrics.jsonl. On other ranks than 0, nothing is written to this buffer."""
+        if is_main:
+            self._start(total_steps)
 
+    def _start(self, total_steps: int) -> None:
+        """Acquire the lock, open metrics.jsonl, and in a terminal start the live line."""
+        self.lock.acquire()
+        self._file = _open_to_append(self._run_dir / METRICS_FILE)
         if self._console.is_terminal:
             self._live = Progress(
-                BarColumn(24),
+                BarColumn(BAR_WIDTH),
                 TextColumn("{task.description}"),
                 console=self._console,
                 auto_refresh=True,
                 transient=True,
             )
-            self._task = self._live.add_task(
-                "first step ...", total=total_steps, completed=first_step
-            )
+            self._live.add_task("first step ...", total=total_steps, completed=self._step)
             self._live.start()
 
     @property
@@ -183,7 +187,7 @@ class Record:
     def progress(self, step: int, text: str) -> None:
         """Update the live line. Without a terminal, print a line after a minute without output."""
         if self._live is not None:
-            self._live.update(self._task, completed=step, description=text)
+            self._live.update(self._live.task_ids[0], completed=step, description=text)
         elif self.is_main and time.monotonic() - self._printed_at > SILENT_S:
             self.log(text)
         self._poll()
