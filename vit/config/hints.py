@@ -1,7 +1,7 @@
 """Suggest the setting that a user meant by a misspelled key or another program's option."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
 from vit.config.base import Section
@@ -150,20 +150,34 @@ def setting_for(option: str, value: str) -> str:
     if _word(name) in ADVICE:
         return ADVICE[_word(name)]
 
-    keys = all_keys()
-    has_section = "." in name
-    # Without a section, an option is compared with the last part of each key, except `name`, which
-    # several sections have.
-    key_of = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
-    key_of |= {key: key for key in keys} if has_section else _FROM_OTHER_NAME
-    meant = [key_of[word] for word in difflib.get_close_matches(name, key_of, n=1, cutoff=0.85)]
-    if has_section and not meant:
-        meant = _meant(name, keys, cutoff=0.85)
-    if not meant:
+    key = _key_for(name)
+    if key is None:
         return ""
+    is_other_unit = key in OTHER_VALUES and name != key
+    return f"did you mean {key}={'VALUE' if is_other_unit or not value else value}?"
 
-    is_other_unit = meant[0] in OTHER_VALUES and name != meant[0]
-    return f"did you mean {meant[0]}={'VALUE' if is_other_unit or not value else value}?"
+
+def _key_for(option: str) -> str | None:
+    """Return the setting that the user may have meant by `option`, or None."""
+    keys = all_keys()
+    # Several sections have a `name`, so this word alone means none of them.
+    by_leaf = _by_leaf([key for key in keys if not key.endswith(".name")])
+    if "." not in option:
+        return _closest(option, by_leaf | _FROM_OTHER_NAME, cutoff=0.85)
+
+    key = _closest(option, by_leaf | {key: key for key in keys}, cutoff=0.85)
+    return key or next(iter(_meant(option, keys, cutoff=0.85)), None)
+
+
+def _by_leaf(settings: Sequence[str]) -> dict[str, str]:
+    """Map the last part of each dotted key to the first of `settings` that has it."""
+    return {key.rpartition(".")[2]: key for key in reversed(settings)}
+
+
+def _closest(word: str, key_of: Mapping[str, str], cutoff: float) -> str | None:
+    """Return the value of the name in `key_of` that is most similar to `word`, or None."""
+    names = difflib.get_close_matches(word, key_of, n=1, cutoff=cutoff)
+    return key_of[names[0]] if names else None
 
 
 def _word(key: str) -> str:
@@ -183,10 +197,10 @@ def _meant(written: str, settings: Sequence[str], cutoff: float) -> list[str]:
     any_section = [key for key in settings if not (section and key.endswith(".name"))]
     same_word = [key for key in any_section if key.rpartition(".")[2] == leaf]
     matches = [key for key in (from_other_name(leaf), *same_word) if key in settings]
+    if matches:
+        return list(dict.fromkeys(matches))
 
-    for least, candidates in ((0.65, same_section), (0.85 if section else cutoff, any_section)):
-        if not matches:
-            leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}
-            close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=least)
-            matches = [leaves[word] for word in close]
-    return list(dict.fromkeys(matches))
+    similar = _closest(leaf, _by_leaf(same_section), cutoff=0.65) or _closest(
+        leaf, _by_leaf(any_section), cutoff=0.85 if section else cutoff
+    )
+    return [similar] if similar else []
