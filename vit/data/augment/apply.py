@@ -93,19 +93,23 @@ class Augment:
         block_rows = rows_at_once(images)
         rounds = plan_rounds(self.layout, table.numpy(), size, block_rows, images.device)
 
-        if self.layout.shift is not None:
-            shifts = table[:, self.layout.shift : self.layout.shift + 2].long().numpy()
-            (on_device,) = to_device([shifts], images.device)
+        shifts = self._shifts(table, images.device)
+        reflect = self.config.crop == "simple"
 
         for start in range(0, len(images), block_rows):
             rows = slice(start, start + block_rows)
             block = images[rows]
-            if self.layout.shift is not None:
-                block = pixel_ops.shift(
-                    block, *on_device[rows].unbind(1), reflect=self.config.crop == "simple"
-                )
+            if shifts is not None:
+                block = pixel_ops.shift(block, *shifts[rows].unbind(1), reflect=reflect)
             apply_rounds(rounds, rows, block, out[rows])
         return out
+
+    def _shifts(self, table: Tensor, device: torch.device) -> Tensor | None:
+        """Return the shifts of all rows by the crop, (B, 2) int64, or None if it never shifts."""
+        first = self.layout.shift
+        if first is None:
+            return None
+        return to_device([table[:, first : first + 2].long().numpy()], device)[0]
 
     def change_batch(self, batch: Any) -> Any:
         """Return `batch` with images processed by `change`. `vit.data.loader.Loader` calls this
@@ -114,7 +118,6 @@ class Augment:
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize, erase and mix `images`, the uint8 output of `change`; see `__call__`."""
-        device = images.device
         # Noise is costly, so compute it only for rows with a box. Call `nonzero` on the host,
         # because on the device it forces a host-device sync. A compiled graph processes all rows,
         # because a varying number of rows causes recompilation.
@@ -129,7 +132,7 @@ class Augment:
         partner_share = 1.0 - values[:, LAMBDA, None]
         is_cut = values[:, CUTMIX] > 0
         partner = partners(self.config, len(table))
-        on_device = to_device([values, erased, partner, partner_share, is_cut], device)
+        on_device = to_device([values, erased, partner, partner_share, is_cut], images.device)
         return self._finish(images, labels, *on_device)
 
     def normalize(self, images: Tensor) -> Tensor:

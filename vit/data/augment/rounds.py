@@ -20,7 +20,9 @@ from vit.data.augment.kinds import NUM_NUMBERS, Kind, Round
 from vit.data.augment.table import FLIP, NO_OP, OpColumn, TableLayout
 
 _ALL_OPS = [op for ops in OPS.values() for op in ops]
-_FIRST_OP = dict(zip(OPS, np.cumsum([0, *map(len, OPS.values())]).tolist(), strict=False))
+_ENDS = np.cumsum([len(ops) for ops in OPS.values()]).tolist()
+_FIRST_OP = {name: end - len(OPS[name]) for name, end in zip(OPS, _ENDS, strict=True)}
+"""The index in `_ALL_OPS` of the first operation of each set."""
 _KIND_BOUNDS = np.arange(len(Kind) + 1)
 
 
@@ -53,35 +55,43 @@ def plan_rounds(
 ) -> Rounds:
     """Plan the rounds for the rows of `table` (B, K) and images of `size`, with tensors on
     `device`."""
-    # An example with four rows in one block, two rounds and kinds 0 to 2:
-    #
-    #                                  round 0    round 1
-    #     kinds, in batch order        1 0 2 0    0 2 0 1
-    #     orders                       1 3 0 2    0 2 3 1    row of the batch at each place
-    #     places                       2 0 3 1    0 3 1 2    place of each row of the batch
-    #     moves, round 0               1 3 0 2               = orders[0], from the batch order
-    #     moves, round 1                          2 3 1 0    = places[0][orders[1]]
-    #     moves, back to the batch                0 3 1 2    = places[1]
-    #
-    # In round 1, place 1 gets row 2 of the batch, which round 0 left at place 3. `places` is the
-    # inverse of `orders`, because the argsort of a permutation is its inverse.
     columns = (OpColumn("flip", FLIP), *layout.op_columns)
     kinds, sources, numbers, tables = _find_numbers(columns, table, size)
-    batch = np.arange(len(table))
-    block = batch // block_rows
 
     # Sort by block first, because `apply_rounds` gets one block at a time. Use a stable sort, so
     # that the plan does not depend on the numpy version.
+    block = np.arange(len(table)) // block_rows
     orders = np.argsort(block * len(Kind) + kinds, axis=1, kind="stable")
-    places = np.argsort(orders, axis=1)
-    moves = np.take_along_axis(np.vstack([batch, places]), np.vstack([orders, batch]), 1)
     kinds, sources = (np.take_along_axis(values, orders, 1) for values in (kinds, sources))
 
     by_table = kinds == Kind.TABLE
     num_tables = by_table.cumsum().reshape(kinds.shape) - by_table
-    moves -= block * block_rows  # relative to the first row of the block
+    moves = _find_moves(orders) - block * block_rows  # relative to the first row of the block
     arrays: list[NDArray] = [moves, numbers[sources], tables[sources[by_table]]]
     return Rounds(kinds, num_tables, *to_device(arrays, device))
+
+
+def _find_moves(orders: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place that each row had in the round before, (R + 1, B): see `Rounds.moves`.
+
+    orders: (R, B), the row of the batch at each place of each round. An example with four rows of
+    the kinds 0 to 2, and two rounds:
+
+                                     round 0    round 1
+        kinds, in batch order        1 0 2 0    0 2 0 1
+        orders                       1 3 0 2    0 2 3 1    row of the batch at each place
+        places                       2 0 3 1    0 3 1 2    place of each row of the batch
+        moves, round 0               1 3 0 2               = orders[0], from the batch order
+        moves, round 1                          2 3 1 0    = places[0][orders[1]]
+        moves, back to the batch                0 3 1 2    = places[1]
+
+    In round 1, place 1 gets row 2 of the batch, which round 0 left at place 3.
+    """
+    batch = np.arange(orders.shape[1])
+    places = np.argsort(orders, axis=1)  # the argsort of a permutation is its inverse
+    places_before = np.vstack([batch, places])
+    rows_after = np.vstack([orders, batch])
+    return np.take_along_axis(places_before, rows_after, 1)
 
 
 def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> None:
@@ -148,21 +158,23 @@ def _find_numbers(
 
 def to_device(arrays: Sequence[NDArray], device: torch.device) -> list[Tensor]:
     """Copy `arrays` to `device` in one transfer, without waiting for it."""
-    # An int64 view must begin at a multiple of 8 bytes, so pad each array.
-    starts = np.cumsum([0, *(math.ceil(array.nbytes / 8) * 8 for array in arrays)]).tolist()
+    tensors = [torch.from_numpy(array) for array in arrays]
+    # An int64 view must begin at a multiple of 8 bytes, so pad each tensor.
+    padded_bytes = [math.ceil(tensor.nbytes / 8) * 8 for tensor in tensors]
 
     # Only copies from page-locked memory are asynchronous, so pin the memory. Without a GPU,
     # `device` may still be "cuda" for fake tensors, and pinning would fail.
     pinned = device.type == "cuda" and torch.cuda.is_available()
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
+    packed = torch.empty(sum(padded_bytes), dtype=torch.uint8, pin_memory=pinned)
 
-    views = [
-        (start, start + array.nbytes, torch.from_numpy(array))
-        for start, array in zip(starts, arrays, strict=False)
-    ]
-    for start, stop, tensor in views:
-        packed[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    packed = packed.to(device, non_blocking=True)
+    for view, tensor in zip(_views(packed, padded_bytes, tensors), tensors, strict=True):
+        view.copy_(tensor)
+    return _views(packed.to(device, non_blocking=True), padded_bytes, tensors)
+
+
+def _views(packed: Tensor, padded_bytes: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of `packed`, uint8, with the dtypes and shapes of `tensors`."""
     return [
-        packed[start:stop].view(tensor.dtype).view(tensor.shape) for start, stop, tensor in views
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(packed.split(padded_bytes), tensors, strict=True)
     ]
