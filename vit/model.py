@@ -284,7 +284,7 @@ class VisionTransformer(ImageModel):
         self.init_head_bias = init_head_bias
 
         norm: NormOf = partial(create_norm, norm_layer)
-        head_dim = head_dim or embed_dim // num_heads
+        head_size = head_dim or embed_dim // num_heads
         mlp_drop = proj_drop_rate if mlp_drop_rate is None else mlp_drop_rate
 
         patch_embed = NormedPatchEmbed if dual_patch_norm else PatchEmbed
@@ -299,7 +299,7 @@ class VisionTransformer(ImageModel):
                 ref_feat_shape,
                 rope_type,
                 self.grid_size,
-                head_dim,
+                head_size,
                 class_tokens=num_summaries,
                 reg_tokens=reg_tokens,
             )
@@ -308,17 +308,20 @@ class VisionTransformer(ImageModel):
             PatchDropout(patch_drop_rate, self.num_prefix_tokens) if patch_drop_rate else None
         )
 
-        attention = partial(Attention, embed_dim, num_heads, head_dim, qkv_bias, qk_norm, norm)
-        mlp = partial(MLPS[mlp_layer], embed_dim, int(embed_dim * mlp_ratio), mlp_drop)
-
         def make_block() -> Block:
-            return Block(
+            attention = Attention(
                 embed_dim,
+                num_heads,
+                head_size,
+                qkv_bias,
+                qk_norm,
                 norm,
-                attention(rope_type, attn_drop_rate, proj_drop_rate),
-                mlp(),
-                init_values,
+                rope_type,
+                attn_drop_rate,
+                proj_drop_rate,
             )
+            mlp = MLPS[mlp_layer](embed_dim, int(embed_dim * mlp_ratio), mlp_drop)
+            return Block(embed_dim, norm, attention, mlp, init_values)
 
         self.drop_paths = DropPaths(drop_path_rate, depth, drop_path_schedule, drop_path_form)
         self.blocks = Blocks(*(make_block() for _ in range(depth)))
@@ -359,21 +362,23 @@ class VisionTransformer(ImageModel):
         pools_first = self.global_pool == "avg"
         self.norm = nn.Identity() if pools_first else norm(dim)
 
-        pool = partial(AttentionPool, dim, num_heads)
-        has_query = self.global_pool == "map"
-        mlp = partial(Mlp, approximate="tanh" if mlp_layer == "mlp_tanh" else "none")
-        self.attn_pool = pool(mlp(dim, int(dim * mlp_ratio), 0.0), norm) if has_query else None
+        self.attn_pool = None
+        if self.global_pool == "map":
+            gelu = "tanh" if mlp_layer == "mlp_tanh" else "none"
+            mlp = Mlp(dim, int(dim * mlp_ratio), drop=0.0, approximate=gelu)
+            self.attn_pool = AttentionPool(dim, num_heads, mlp, norm)
         self.fc_norm = norm(dim) if pools_first else nn.Identity()
 
         self.pre_logits: nn.Module = nn.Identity()
         if representation_size is not None:
             dense = nn.Linear(dim, representation_size)
             self.pre_logits = nn.Sequential(OrderedDict(fc=dense, act=nn.Tanh()))
-        head = (
-            partial(nn.Linear, out_features=self.num_classes) if self.num_classes else nn.Identity
-        )
-        self.head = head(representation_size or dim)
-        self.head_dist = None if self.dist_token is None else head(dim)
+        self.head = self._classifier(representation_size or dim)
+        self.head_dist = None if self.dist_token is None else self._classifier(dim)
+
+    def _classifier(self, num_features: int) -> nn.Module:
+        """Return a layer from features to logits, or to the features in a model without a head."""
+        return nn.Linear(num_features, self.num_classes) if self.num_classes else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits, (B, num_classes), from images, (B, C, H, W) float."""
