@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vit.config.schema import Config
 from vit.run import Hook, Run
@@ -173,13 +174,7 @@ class GuardHook(Hook):
         if not batches.exact:
             return []
 
-        # Ranks may have different numbers of rows (`train.exact_over_ranks`), so sum the rows over
-        # the ranks instead of gathering them.
-        first = batches.first_row
-        losses = torch.zeros(batches.order.global_batch_size, device=self._run.world.device)
-        own = torch.from_numpy(values.losses).to(self._run.world.device)
-        losses[first : first + len(own)] = own
-        batch_losses = self._run.world.sum_(losses).cpu().numpy()
+        batch_losses = self._losses_of_all_ranks(values.losses)
         if not self._run.record.is_main:
             return []
 
@@ -193,6 +188,16 @@ class GuardHook(Hook):
             for sample, loss in zip(samples.tolist(), batch_losses[largest].tolist(), strict=True):
                 named.append((batches.split.key(sample), _finite(loss)))
         return named
+
+    def _losses_of_all_ranks(self, own: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the losses of the global batch. All ranks must call this with their `own`."""
+        # Ranks may have different numbers of rows (`train.exact_over_ranks`), so sum the rows over
+        # the ranks instead of gathering them.
+        world, batches = self._run.world, self._run.batches
+        losses = torch.zeros(batches.order.global_batch_size, device=world.device)
+        rows = slice(batches.first_row, batches.first_row + len(own))
+        losses[rows] = torch.from_numpy(own).to(world.device)
+        return world.sum_(losses).cpu().numpy()
 
 
 def limit_of(values: Sequence[float], sigmas: float) -> float:

@@ -59,31 +59,38 @@ class Probes:
 
         The logits are computed from the first images of the global batch before the update.
         """
-        config = self._augment.config
-        unit = config.mix_group_size if mixes(config) else 1
         num_rows = len(batch.labels)
-        # Use micro-batches, so that the same rows are mixed on any number of ranks.
-        size = self._micro_batch_size
-        first = reduce.first_row(num_rows)
+        # The number of this rank's rows, from its first, that precede row `IMAGES_OF_LOGITS` of the
+        # global batch. Only the first ranks have any.
+        num_measured = max(IMAGES_OF_LOGITS - reduce.first_row(num_rows), 0)
+        # The other ranks run one pass too, because sharded parameters are gathered from all ranks.
+        num_passed = max(min(num_measured, num_rows), 1)
 
-        # Only the first ranks have these images. The other ranks run the pass too, because sharded
-        # parameters are gathered from all ranks.
         largest = []
-        for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
-            end = start + min(math.ceil(IMAGES_OF_LOGITS / unit) * unit, size)
-            rows = batch.rows(start, end).to(reduce.world.device)
-
-            # Run eagerly, because compiling more graphs for so few images would take seconds.
-            with torch.compiler.set_stance("force_eager"):
-                inputs, _ = self._augment.finish(rows.images, rows.labels, rows.table)
-                with autocast(self._precision, reduce.world.device):
-                    logits = largest_logits(self._model, inputs[:IMAGES_OF_LOGITS])
+        # Use micro-batches, so that the same rows are mixed on any number of ranks.
+        for start in range(0, num_passed, self._micro_batch_size):
+            rows = batch.rows(start, start + self._rows_per_pass()).to(reduce.world.device)
+            logits = self._logits_of(rows)
             if not len(logits):
                 return logits.new_empty(0)
-            logits[:, max(IMAGES_OF_LOGITS - first - start, 0) :] = -torch.inf
+            logits[:, max(num_measured - start, 0) :] = -torch.inf  # the rows not to measure
             largest.append(logits.amax(1))
 
         return reduce.world.max_(torch.stack(largest).amax(0))
+
+    def _rows_per_pass(self) -> int:
+        """Return the number of rows that contain the measured images and whole mixing groups."""
+        config = self._augment.config
+        unit = config.mix_group_size if mixes(config) else 1
+        return min(math.ceil(IMAGES_OF_LOGITS / unit) * unit, self._micro_batch_size)
+
+    def _logits_of(self, rows: Batch) -> Tensor:
+        """Return the largest logit of each block for each of the first `rows`, (blocks, B)."""
+        # Run eagerly, because compiling more graphs for so few images would take seconds.
+        with torch.compiler.set_stance("force_eager"):
+            inputs, _ = self._augment.finish(rows.images, rows.labels, rows.table)
+            with autocast(self._precision, inputs.device):
+                return largest_logits(self._model, inputs[:IMAGES_OF_LOGITS])
 
 
 def create_probes(

@@ -182,32 +182,27 @@ def decode_center(
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
     if math.prod(resized) > MAX_PIXELS:  # an extreme aspect ratio makes the long side huge
-        elongated = ValueError(
-            f"{width} x {height} pixels are too elongated: after resizing they would exceed"
-            f" {MAX_PIXELS} pixels"
+        raise undecodable(
+            data,
+            ValueError(
+                f"{width} x {height} pixels are too elongated: after resizing they would exceed"
+                f" {MAX_PIXELS} pixels"
+            ),
         )
-        raise undecodable(data, elongated)
 
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
     across = _plan_line(width, resized[1], size[1], interpolation, can_stop)
-
-    # Pixels outside of `place` stay uninitialized, because they do not affect the crop.
-    pixels = np.empty((down.length, across.length, channels), np.uint8)
-    place = pixels[down.start : down.stop, across.start : across.stop]
-    box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
-    part = decode_box(data, box, channels, place=place)
-    if part is not place:
-        place[:] = part
+    pixels = _decode_visible(data, down, across, channels)
 
     stages.current.enter(Stage.RESIZE)
     new_size = down.resized, across.resized
     if view.resizer == "torch":
-        larger = resize(pixels, new_size, interpolation, scales=(down.scale, across.scale))
+        image = resize(pixels, new_size, interpolation, scales=(down.scale, across.scale))
     else:
-        larger = _resize_by_pillow(pixels, new_size, interpolation)
-    cropped = larger[:, down.first : down.first + size[0], across.first : across.first + size[1]]
-    return cropped if out is None else out.copy_(cropped)
+        image = _resize_by_pillow(pixels, new_size, interpolation)
+    crop = image[:, down.first : down.first + size[0], across.first : across.first + size[1]]
+    return crop if out is None else out.copy_(crop)
 
 
 class _Line(NamedTuple):
@@ -225,6 +220,20 @@ class _Line(NamedTuple):
     """The scale to pass to torch if only the beginning of the axis is resized; otherwise None."""
     first: int
     """The first pixel of the crop after the resize."""
+
+
+def _decode_visible(data: bytes, down: _Line, across: _Line, channels: int) -> Pixels:
+    """Decode the visible part of an image, and return the pixels to resize.
+
+    All other pixels stay uninitialized, because they do not affect the crop.
+    """
+    pixels = np.empty((down.length, across.length, channels), np.uint8)
+    visible = pixels[down.start : down.stop, across.start : across.stop]
+    box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
+    decoded = decode_box(data, box, channels, place=visible)
+    if decoded is not visible:
+        visible[:] = decoded
+    return pixels
 
 
 def _plan_line(
