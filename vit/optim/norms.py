@@ -14,7 +14,6 @@ as the change in the weights, which works for every optimizer and for skipped up
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +43,19 @@ class Measured:
         Adds the ratio of update norm to weight norm. A layer whose weights are all 0 has no ratio.
         """
         # float32 has about six digits.
-        remaining = iter([float(f"{value:.6g}") for value in values])
+        rounded = [float(f"{value:.6g}") for value in values]
+        num_layers = len(self.layers)
         norms: NormsByName = {}
-        for kind in KINDS:
-            of_layers = islice(remaining, len(self.layers))
+        for number, kind in enumerate(KINDS):
+            of_layers = rounded[number * num_layers : (number + 1) * num_layers]
             norms[kind] = dict(zip(self.layers, of_layers, strict=True))
         norms[RATIO] = {
             name: norms[UPDATE][name] / weight for name, weight in norms[WEIGHT].items() if weight
         }
 
-        logits = {f"blocks.{n}": value for n, value in enumerate(remaining)}
+        logits = rounded[len(KINDS) * num_layers :]
         if logits:
-            norms[LARGEST_LOGIT] = logits
+            norms[LARGEST_LOGIT] = {f"blocks.{n}": value for n, value in enumerate(logits)}
         return norms
 
 

@@ -37,8 +37,8 @@ from vit.distributed.world import World, leaves_of
 
 BUCKET_BYTES = 25 * 2**20
 """The size of a gradient bucket (DDP's default). Each bucket is exchanged as a whole."""
-
-
+VALUE_BYTES = 4
+"""The size of a gradient value, which is float32."""
 ALIGNED_VALUES = 16
 """Each gradient begins at a multiple of this many values (64 bytes). Kernels add the values of an
 unaligned tensor in a different order, so a norm would depend on the padding of earlier buckets,
@@ -109,15 +109,14 @@ def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
 
     if num_ranks == 1:
         received = 0
-    return 4 * (max_held * num_values + received * num_values // num_ranks)
+    return VALUE_BYTES * (max_held * num_values + received * num_values // num_ranks)
 
 
 def tree_sum(values: Tensor) -> Tensor:
     """Add values (leaves, ...) along the tree, and return the sum (...)."""
     while len(values) > 1:
         pairs = len(values) // 2 * 2
-        added = values[0:pairs:2] + values[1:pairs:2]
-        values = torch.cat([added, values[pairs:]])
+        values = torch.cat([values[0:pairs:2] + values[1:pairs:2], values[pairs:]])
     return values[0]
 
 
@@ -127,11 +126,11 @@ class _Bucket:
 
     first: int
     """The index of the bucket's first value in the flat vector of all gradients."""
-    num_padded: int
+    num_padded: int = 0
     """The number of values including padding, a multiple of the number of ranks."""
-    waits_for: int
+    waits_for: int = 0
     """The number of parameters whose gradients are still incomplete."""
-    num_parameters: int
+    num_parameters: int = 0
     sent: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
     """The pending exchanges, each (work, sent, received). There is one for each node that remains
     on the rank with the most remaining nodes."""
@@ -183,23 +182,24 @@ class TreeSum:
 
     def _lay_out(self, bucket_bytes: int) -> int:
         """Assign each parameter an offset in the flat vector, and return the vector's length."""
+        # Each rank's piece of a bucket must also be a multiple of `ALIGNED_VALUES`.
+        bucket_unit = ALIGNED_VALUES * self.world.size
         place = 0
         bucket: _Bucket | None = None
         for parameter in self._parameters:
             if bucket is None:
-                bucket = _Bucket(place, 0, 0, 0)
+                bucket = _Bucket(first=place)
                 self._buckets.append(bucket)
 
             self._places.append(place)
             self._bucket_of[parameter] = bucket
             bucket.num_parameters += 1
             place = _multiple_of(ALIGNED_VALUES, place + parameter.numel())
-            # A float32 value has 4 bytes.
-            if 4 * (place - bucket.first) >= bucket_bytes or parameter is self._parameters[-1]:
-                # Each rank's piece of the bucket must also be a multiple of `ALIGNED_VALUES`.
-                unit = ALIGNED_VALUES * self.world.size
-                place = bucket.first + _multiple_of(unit, place - bucket.first)
-                bucket.num_padded = place - bucket.first
+
+            is_full = VALUE_BYTES * (place - bucket.first) >= bucket_bytes
+            if is_full or parameter is self._parameters[-1]:
+                bucket.num_padded = _multiple_of(bucket_unit, place - bucket.first)
+                place = bucket.first + bucket.num_padded
                 bucket = None
         return place
 
@@ -311,12 +311,17 @@ class TreeSum:
         node of every rank, the second brought the second node of every rank that has two, and so
         on.
         """
-        of_turn = [iter(vectors) for vectors in received]
+        vectors_of_rank: list[list[Tensor]] = [[] for _ in self._left]
+        for turn, vectors in enumerate(received):
+            ranks = [rank for rank, nodes in enumerate(self._left) if turn < len(nodes)]
+            for rank, vector in zip(ranks, vectors, strict=True):
+                vectors_of_rank[rank].append(vector)
+
         stack = Stack(self.num_leaves)
         sums: list[Tensor] = []
-        for nodes in self._left:
-            for node, vectors in zip(nodes, of_turn, strict=False):
-                sums.append(next(vectors))
+        for nodes, own in zip(self._left, vectors_of_rank, strict=True):
+            for node, vector in zip(nodes, own, strict=True):
+                sums.append(vector)
                 for _ in range(stack.push(node)):
                     right = sums.pop()
                     sums[-1] += right
