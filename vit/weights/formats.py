@@ -118,18 +118,9 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     opened, metadata = _open(path, head)
     unpacked, notes = _unpack(opened, path)
     tensors = renamed(unpacked, _without_wrappers, path)
+    notes += _remove_counts(tensors)
 
-    # `n_averaged` is not a weight. A class around the average adds a prefix to this name as well.
-    for name in [name for name in tensors if name.rpartition(".")[2] == "n_averaged"]:
-        num_averaged = int(tensors.pop(name))
-        notes.append(
-            f"the average of {num_averaged:,} updates (torch.optim.swa_utils.AveragedModel)"
-        )
-
-    args = opened.get("args")
-    if isinstance(args, argparse.Namespace):
-        args = vars(args)
-    options = args if isinstance(args, dict) else {}
+    options = _stored_options(opened)
     names = [name for name in (options.get("model"), opened.get("arch")) if isinstance(name, str)]
     return Content(tensors, metadata, notes, names[0] if names else "", options)
 
@@ -369,6 +360,26 @@ def _has_matrices(value: object) -> bool:
     return isinstance(value, dict) and any(
         isinstance(each, Tensor) and each.ndim > 1 for each in value.values()
     )
+
+
+def _remove_counts(tensors: dict[str, Tensor]) -> list[str]:
+    """Remove `n_averaged`, which is not a weight, and return a note for each.
+
+    A class around the average adds a prefix to this name as well.
+    """
+    counts = [name for name in tensors if name.rpartition(".")[2] == "n_averaged"]
+    return [
+        f"the average of {int(tensors.pop(name)):,} updates (torch.optim.swa_utils.AveragedModel)"
+        for name in counts
+    ]
+
+
+def _stored_options(opened: dict[str, Any]) -> dict[str, Any]:
+    """Return the command line that the training program stored, or {}."""
+    args = opened.get("args")
+    if isinstance(args, argparse.Namespace):
+        return vars(args)
+    return args if isinstance(args, dict) else {}
 
 
 def _without_wrappers(name: str) -> str:
