@@ -24,6 +24,7 @@ import check_versions  # noqa: F401
 from rich.console import Console
 
 from vit.config.hints import setting_for
+from vit.config.schema import Config
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
@@ -36,6 +37,11 @@ from vit.extras.recipes.summary import account, yaml_text
 from vit.system.command_line import Parser
 from vit.system.files import picture_format, replacing, report_write_errors
 from vit.system.optional import needed_for
+
+FILE_COLUMNS = 100
+"""The width in characters of the table of parameter groups in a file."""
+SHEET_IMAGES, SHEET_DRAWS = 6, 4
+"""The numbers of images, and of augmented versions of each, on the contact sheet."""
 
 
 def main() -> World | None:
@@ -76,23 +82,28 @@ def show(args: Namespace) -> World:
     config = read_recipe(args.recipe, args.overrides)
     world = process_group.join_world("cpu")
     print(steps_line(config, args.images_per_epoch))
-    Console(width=None if sys.stdout.isatty() else 100).print(groups_table(config))
-    name = args.recipe.stem or args.recipe.name
-    out = args.out or Path(f"recipe_{name}.png")
+    Console(width=None if sys.stdout.isatty() else FILE_COLUMNS).print(groups_table(config))
+    _draw(config, args, world)
+    return world
 
+
+def _draw(config: Config, args: Namespace, world: World) -> None:
+    """Draw learning rates and, if the data exist, augmented images. Print the pictures' paths."""
     with needed_for("show"):
         from vit.extras.report.contact_sheet import make_contact_sheet
         from vit.extras.report.recipe_curves import draw_curves
-    print(draw_curves(config, f"Recipe {name}", out, *curves_of(config, args.images_per_epoch)))
 
+    name = args.recipe.stem or args.recipe.name
+    picture = args.out or Path(f"recipe_{name}.png")
+    curves = curves_of(config, args.images_per_epoch)
+    print(draw_curves(config, f"Recipe {name}", picture, *curves))
+
+    sheet = picture.with_stem(f"{picture.stem}_augment")
     try:
-        print(make_contact_sheet(config, 6, 4, out.with_stem(f"{out.stem}_augment"), world.device))
+        print(make_contact_sheet(config, SHEET_IMAGES, SHEET_DRAWS, sheet, world.device))
     except (ValueError, OSError) as error:
-        print(
-            f"no contact sheet of the augmentation: {str(error).splitlines()[0]}", file=sys.stderr
-        )
-
-    return world
+        reason = str(error).splitlines()[0]
+        print(f"no contact sheet of the augmentation: {reason}", file=sys.stderr)
 
 
 COMMANDS = {"import": import_, "diff": diff, "show": show}
