@@ -79,18 +79,19 @@ def local_run(url: str, only_weights: bool = False) -> Path:
             # Without locks on this file system, replacing whole files is still safe.
             fcntl.flock(lock, fcntl.LOCK_EX)
 
-        for look in range(1, NUM_LOOKS + 1):
-            try:
-                return _fetch(store, folder, url, OF_WEIGHTS if only_weights else READ)
-            except FileNotFoundError as error:
-                if look == NUM_LOOKS:
-                    raise ValueError(f"{store}: {error}") from None
-            except OSError as error:
-                raise ValueError(
-                    f"{folder}: cannot be written ({error.strerror}): free some space, or set"
-                    " TMPDIR"
-                ) from None
-    raise AssertionError("unreachable")
+        read = OF_WEIGHTS if only_weights else READ
+        try:
+            # A run that continues removes old checkpoints, perhaps after they were listed.
+            for _ in range(NUM_LOOKS - 1):
+                with suppress(FileNotFoundError):
+                    return _fetch(store, folder, url, read)
+            return _fetch(store, folder, url, read)
+        except FileNotFoundError as error:
+            raise ValueError(f"{store}: {error}") from None
+        except OSError as error:
+            raise ValueError(
+                f"{folder}: cannot be written ({error.strerror}): free some space, or set TMPDIR"
+            ) from None
 
 
 def newest_info(url: str) -> Path:

@@ -7,7 +7,6 @@ few times. Each process logs one warning, for all its threads, when a server sto
 one when the server answers again.
 """
 
-import itertools
 import logging
 import os
 import random
@@ -88,8 +87,10 @@ class RetryPolicy:
         began = time.time(), steady_s()
         failed_s = 0.0  # the time of the first failure, or 0
         refusals = 0  # the number of consecutive failures that are probably final
+        number = 0  # the number of the attempt
 
-        for number in itertools.count(1):
+        while True:
+            number += 1
             try:
                 result = attempt()
             except RetryableError as error:
@@ -116,7 +117,6 @@ class RetryPolicy:
             else:
                 _end_outage(place, address)
                 return result
-        raise AssertionError("unreachable")
 
     def _pause_s(self, number: int, error: RetryableError) -> float:
         pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s)
