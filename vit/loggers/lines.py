@@ -57,17 +57,21 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
     A line of norms gives names such as `norms/grad_norm/blocks.0`. Lines of other kinds give {}.
     """
     kind = line["kind"]
-    if kind == "norms":
-        line = {
-            f"{name}/{layer}": value
-            for name in line.keys() - _OF_EACH_LINE
-            for layer, value in line[name].items()
-        }
-    elif kind not in ("train", "eval", "fault"):
+    if kind not in ("train", "eval", "fault", "norms"):
         return {}
 
-    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
-    return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
+    values = {key: value for key, value in line.items() if key not in _OF_EACH_LINE}
+    if kind == "norms":
+        named = {
+            f"{name}/{layer}": norm
+            for name, by_layer in values.items()
+            for layer, norm in by_layer.items()
+        }
+    else:
+        named = values
+    return {
+        f"{kind}/{name}": value for name, value in named.items() if isinstance(value, int | float)
+    }
 
 
 class Rows:
