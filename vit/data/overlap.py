@@ -54,7 +54,7 @@ def _sources(train_set: TrainSet) -> list[tuple[Split, NDArray[np.integer] | Non
             split,
             np.setdiff1d(np.arange(split.num_samples) if chosen is None else chosen, holes - first),
         )
-        for first, (split, chosen) in zip(firsts, sources, strict=False)
+        for first, (split, chosen) in zip(firsts[:-1], sources, strict=True)
     ]
 
 

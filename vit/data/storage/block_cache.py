@@ -25,6 +25,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,7 +187,7 @@ class BlockCache:
             if part_ends is None:
                 return data
 
-            bounds = zip([0, *part_ends], part_ends, strict=False)
+            bounds = pairwise([0, *part_ends])
             checksums = b"".join(_checksum(data[start:end]) for start, end in bounds)
             try:
                 if self._make_room(len(data) + len(checksums), may_remove):
