@@ -258,10 +258,9 @@ def _range(ends: Sequence[float]) -> str:
 
 def _duration(hours: Sequence[float]) -> str:
     """Format a range of hours, in minutes or seconds if the smallest value is below one hour."""
-    unit, in_an_hour = next(
-        (each for each in (("h", 1), ("min", 60)) if hours[0] * each[1] >= 1), ("s", 3600)
-    )
-    return f"{_range([each * in_an_hour for each in hours])} {unit}"
+    in_an_hour = {"h": 1, "min": 60, "s": 3600}
+    unit = next((unit for unit in in_an_hour if hours[0] * in_an_hour[unit] >= 1), "s")
+    return f"{_range([each * in_an_hour[unit] for each in hours])} {unit}"
 
 
 if __name__ == "__main__":

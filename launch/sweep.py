@@ -89,8 +89,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table, followed by the means over seeds."""
     differ = []
     for key in dict.fromkeys(chain.from_iterable(row.settings for row in rows)):
-        values = {repr(row.settings.get(key)) for row in rows}
-        if len(values) > 1:
+        if len({repr(row.settings.get(key)) for row in rows}) > 1:
             differ.append(key)
 
     header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]

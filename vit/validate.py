@@ -52,8 +52,7 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
 
 def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
     """Evaluate all models, and return set -> model -> result. Raises `_Interrupted`."""
-    record = run.record
-    live_line = partial(record.progress, run.state.step) if record.is_live else None
+    live_line = partial(run.record.progress, run.state.step) if run.record.is_live else None
     results: dict[str, dict[str, Evaluation]] = {}
     for number, evaluator in enumerate(run.evaluators):
         num_images = evaluator.split.num_samples
@@ -117,7 +116,6 @@ def _log_results(
     run: Run, results: dict[str, dict[str, Evaluation]], lines_of_hooks: list[str]
 ) -> None:
     """Log a line for each set, and a note if the finished model has learned nothing."""
-    step = run.state.step
     for evaluator in run.evaluators:
         for scored in evaluator.sets:
             parts = [
@@ -125,12 +123,14 @@ def _log_results(
                 for name, result in results[scored.name].items()
             ]
             set_text = "" if scored.name == VAL else f"{scored.name}: "
-            run.record.log(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
+            run.record.log(
+                f"step {run.state.step}: {set_text}{'; '.join(parts)} on {scored.where()}"
+            )
             if scored.name == VAL:
                 for line in lines_of_hooks:
                     run.record.log(line)
 
-    if step == run.plan.total_steps:
+    if run.state.step == run.plan.total_steps:
         best = max(result.accuracy.top1 for result in results[VAL].values())
         if note := _constant_note(run.evaluators[0].split, best, run.config.init.checkpoint):
             run.record.log(note)
@@ -144,9 +144,11 @@ def _constant_note(split: Split, top1: float, first_weights: str | None) -> str:
     if top1 > share + 1e-9:
         return ""
 
-    remedy = "start from trained weights (init.checkpoint)"
-    if first_weights:
-        remedy = "use a smaller learning rate (optim.lr), which changes the weights less"
+    remedy = (
+        "use a smaller learning rate (optim.lr), which changes the weights less"
+        if first_weights
+        else "start from trained weights (init.checkpoint)"
+    )
     name = split.class_names[counts.argmax()] if split.class_names else counts.argmax()
     return (
         f"note: {top1:.2f} % top-1 is not more than the {share:.2f} % of always answering the"

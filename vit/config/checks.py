@@ -147,8 +147,7 @@ def _training_rules(config: Config) -> Iterator[str]:
         if num_given == 0 and name == "train":
             yield f"neither {name}.{first} nor {name}.{second} is given: give one of them"
 
-    optim = config.optim
-    if optim.name == "adamuon" and optim.adjust_lr_fn == "original":
+    if config.optim.name == "adamuon" and config.optim.adjust_lr_fn == "original":
         yield (
             "optim.adjust_lr_fn=original needs optim.name=muon: set"
             " optim.adjust_lr_fn=match_rms_adamw or rms_to_rms"

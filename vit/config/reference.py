@@ -65,9 +65,11 @@ def _settings_of(section: str, cls: type[Section]) -> Iterator[Setting]:
     """Yield the settings of a class of `section`."""
     schema = cls.model_json_schema()
     for name, field in cls.model_fields.items():
-        content = schema["properties"][name]
-        if name == "name" and union_tags(section):  # `optim.name`, which selects the class
-            content = {"enum": union_tags(section), "default": union_tags(section)[0]}
+        content = (
+            {"enum": union_tags(section), "default": union_tags(section)[0]}
+            if name == "name" and union_tags(section)  # `optim.name`, which selects the class
+            else schema["properties"][name]
+        )
 
         conditions = [each.conditions for each in field.metadata if isinstance(each, OnlyWith)]
         yield Setting(

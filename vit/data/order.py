@@ -83,8 +83,7 @@ class _EpochBlocks:
         self._table: NDArray[np.int64] | None = None
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        start = self.short_slot * self.block
-        after = positions >= start + self.short_length
+        after = positions >= self.short_slot * self.block + self.short_length
         # Pad the short block to full length, so that one division gives the slot of any position.
         spread = np.where(after, positions + self.block - self.short_length, positions)
         slot, inside = np.divmod(spread, self.block)
@@ -178,10 +177,8 @@ class Share:
         is_full = (inside >= lead) & (slot < between)
 
         full = permutation(np.where(is_full, slot, 0)) * block + offset
-        torn = rest
         # Split only the last block of the permutation, so that all others are read as a whole.
-        if num_full:
-            torn = permutation(num_full - 1) * block + rest - short
+        torn = permutation(num_full - 1) * block + rest - short if num_full else rest
         return np.where(is_full, full, np.where(rest < short, num_full * block + rest, torn))
 
 

@@ -85,7 +85,9 @@ def train_set_of_sources(
     shares = []
     summary = []
     identities = []
-    for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
+    for first, split, each, num_draws in zip(
+        sources.firsts[:-1], splits, chosen, draws, strict=True
+    ):
         shares.append(Share(num_draws, each.num_samples, first, each.numbers))
         summary.append(_describe_draws(split, each, num_draws, sum(draws), classes_of))
         identities.append(
@@ -129,9 +131,11 @@ def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64
 
     counts = np.zeros(num_classes)
     for share in train_set.shares or (Share(train_set.num_draws, train_set.num_draws),):
-        numbers: range | NDArray[np.integer] = range(share.first, share.first + share.num_samples)
-        if share.chosen is not None:
-            numbers = share.first + share.chosen.astype(np.int64)
+        numbers: range | NDArray[np.integer] = (
+            range(share.first, share.first + share.num_samples)
+            if share.chosen is None
+            else share.first + share.chosen.astype(np.int64)
+        )
         if len(changes.holes):
             numbers = np.setdiff1d(numbers, changes.holes)
         counts += count_labels(labels, numbers, num_classes) * (share.num_draws / share.num_samples)
@@ -177,7 +181,7 @@ class Sources:
         self.index = _Rows(self.splits, maps, self.firsts)
 
         new_labels = dict[int, int]()
-        for first, each, label_map in zip(self.firsts, chosen, maps, strict=False):
+        for first, each, label_map in zip(self.firsts[:-1], chosen, maps, strict=True):
             changes = each.changes
             mapped = np.where(changes.labels == HOLE, HOLE, label_map[changes.labels])
             new_labels |= zip((changes.numbers + first).tolist(), mapped.tolist(), strict=True)
@@ -255,8 +259,9 @@ class _Rows:
 
         samples = np.atleast_1d(key)
         rows = np.zeros(samples.shape, INDEX_DTYPE)
-        divided = _divided(self._splits, self._firsts, samples)
-        for number, (split, numbers, places) in enumerate(divided):
+        for number, (split, numbers, places) in enumerate(
+            _divided(self._splits, self._firsts, samples)
+        ):
             split_rows = split.index[numbers]
             for name in ("size", "offset", "label", "width", "height"):
                 rows[name][places] = split_rows[name]

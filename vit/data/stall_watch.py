@@ -89,9 +89,11 @@ class StallWatch:
         stuck = [n for n in numbers if self.stuck_s[n] >= 0.9 * self.warn_after_s]
         named = stuck or [n for n in numbers if self._statuses[n].stage != Stage.IDLE]
 
-        activities = "; ".join(f"{name(n)} {self.activity(n)}" for n in named[:MAX_NAMED])
-        if not named:
-            activities = f"{', '.join(name(n) for n in numbers[:MAX_NAMED])} takes no work"
+        activities = (
+            "; ".join(f"{name(n)} {self.activity(n)}" for n in named[:MAX_NAMED])
+            if named
+            else f"{', '.join(name(n) for n in numbers[:MAX_NAMED])} takes no work"
+        )
         if len(named) > MAX_NAMED:
             activities += f"; and {len(named) - MAX_NAMED} more"
         log.warning("training has waited %.0f s for its next batch: %s", self._waited_s, activities)
@@ -103,9 +105,11 @@ class StallWatch:
         since = time.strftime("%H:%M:%S", time.localtime(began_s))
 
         sample = status.sample
-        of_sample = ""
-        if sample is not None and status.stage not in (Stage.ORDER, Stage.DRAW):
-            of_sample = f" (sample {sample} of {self._where(sample)})"
+        of_sample = (
+            f" (sample {sample} of {self._where(sample)})"
+            if sample is not None and status.stage not in (Stage.ORDER, Stage.DRAW)
+            else ""
+        )
         return f"has been {DOING[status.stage]}{of_sample} since {since}"
 
 

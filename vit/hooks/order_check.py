@@ -72,8 +72,7 @@ class OrderHook(Hook):
         """See `Hook`."""
         self.compare()
         state = self._run.state
-        first = state.checked_step
-        if first == state.step or not is_end:
+        if state.checked_step == state.step or not is_end:
             return
 
         is_epoch_end = state.step % self._run.plan.steps_per_epoch == 0
@@ -81,7 +80,7 @@ class OrderHook(Hook):
             "epoch",
             state.step,
             epoch=state.step / self._run.plan.steps_per_epoch,
-            first_batch=first,
+            first_batch=state.checked_step,
             last_batch=state.step - 1,
             exact=self._order is not None,
             sample_checksum=f"{state.sample_checksum:016x}",

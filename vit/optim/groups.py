@@ -86,8 +86,7 @@ def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
     if rule in ("timm", "embeddings"):
         # The model's own list contains multidimensional parameters that are not linear maps.
         named: set[str] = set(getattr(model, "no_weight_decay", set)())
-        has_vectors = rule == "timm"
-        return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
+        return lambda name, parameter: (rule == "timm" and parameter.ndim <= 1) or name in named
 
     def is_exempt(name: str, parameter: Tensor) -> bool:
         """Return whether the rule exempts the parameter `name`."""

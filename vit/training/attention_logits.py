@@ -68,8 +68,7 @@ def queries_and_keys(attention: Any, x: Tensor, *args: object, **options: object
         return [part.float() for part in attention.project(x, *args, **options)[:2]]
     if hasattr(attention, "kv"):  # timm's MAP head
         q = attention.q(attention.latent).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
-        kv = attention.kv(x).unflatten(2, (2, attention.num_heads, -1))
-        k = kv[:, :, 0].transpose(1, 2)
+        k = attention.kv(x).unflatten(2, (2, attention.num_heads, -1))[:, :, 0].transpose(1, 2)
         return [attention.q_norm(q).float(), attention.k_norm(k).float()]
 
     qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()

@@ -113,10 +113,8 @@ def _indivisible(batch: int, augment: AugmentConfig, world_size: int, unit: int)
     groups = _group_sizes(augment, batch // world_size) if batch % world_size == 0 else []
     if ranks:
         other = f", or a number of ranks from {ranks}"
-    elif groups:
-        other = f", or augment.mix_group_size from {groups}"
     else:
-        other = ""
+        other = f", or augment.mix_group_size from {groups}" if groups else ""
     return (
         f"data.global_batch_size={batch} is not a multiple of {needs}: use"
         f" {' or '.join(map(str, near))}{other}"

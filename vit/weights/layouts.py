@@ -360,9 +360,11 @@ def without_prefix(
 
     num_prefixed = sum(name.startswith(prefix) for name in own)
     which = "all" if num_prefixed == len(own) else f"{num_prefixed} of {len(own)}"
-    note = f"the prefix {prefix} of {which} names is removed"
-    if others:
-        note = f"{prefix} is used, {few(others)} in the same file is ignored"
+    note = (
+        f"{prefix} is used, {few(others)} in the same file is ignored"
+        if others
+        else f"the prefix {prefix} of {which} names is removed"
+    )
     return renamed(own, rename, path), [note]
 
 

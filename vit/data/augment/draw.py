@@ -255,8 +255,7 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
     if config.auto_augment == "ta_wide":
         op = np.floor(uniform(keys, _AUTO_AUGMENT, 0) * len(OP_NAMES["ta_wide"]))
         strength = np.floor(uniform(keys, _AUTO_AUGMENT, 1) * TRIVIAL_AUGMENT_BINS)
-        negated = uniform(keys, _AUTO_AUGMENT, 2)
-        return [[op, np.where(negated < 0.5, -strength, strength)]]
+        return [[op, np.where(uniform(keys, _AUTO_AUGMENT, 2) < 0.5, -strength, strength)]]
 
     return _draw_policy(config.auto_augment, config.magnitude_std or 0.0, keys)
 
@@ -291,9 +290,8 @@ def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[N
     factors = np.empty((len(ops), len(keys)))
     for row, op in enumerate(ops):
         amount = config.color_jitter[op]
-        bounds = (max(0.0, 1.0 - amount), 1.0 + amount)
-        if OP_NAMES["color_jitter"][op] == "hue":
-            bounds = (-amount, amount)
+        is_hue = OP_NAMES["color_jitter"][op] == "hue"
+        bounds = (-amount, amount) if is_hue else (max(0.0, 1.0 - amount), 1.0 + amount)
         factors[row] = _uniform_between(bounds, keys, _JITTER, 0, op)
 
     order = np.argsort(uniform(keys, _JITTER, 1, ops[:, None]), axis=0)

@@ -184,8 +184,7 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
     """
     red, green, blue = images.split(1, 1)
     value = images.amax(1, keepdim=True)
-    least = images.amin(1, keepdim=True)
-    chroma = value - least
+    chroma = value - images.amin(1, keepdim=True)
     safe = chroma.clamp(min=1.0)  # levels are integers, so chroma is 0 or at least 1
     # The hue in sixths of the color wheel: red is 0, green 2 and blue 4.
     sixths = torch.where(

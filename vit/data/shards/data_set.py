@@ -85,9 +85,8 @@ def _open_whole(
     found = _find_shards(root, split, storage)
     folder, described = found.folder, found.described
     is_cached = not isinstance(folder, Path) or storage.caches_folders
-    found_versions: list[Version] = []
-    if is_cached or not is_checked:
-        found_versions = _check_shards(folder, described, versions)
+    needs_versions = is_cached or not is_checked
+    found_versions = _check_shards(folder, described, versions) if needs_versions else []
 
     layout = recorded_layout(found.info, found.home and found.home / described.filenames[0])
     sizes = None if is_checked else [version.size for version in found_versions]

@@ -257,12 +257,11 @@ class SplitInfo(NamedTuple):
 def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
     """Return the description of a split of the data set at `root`. Raises ShardError."""
     if split not in info["splits"]:
-        hint = did_you_mean(split, info["splits"])
-        if split == "val" and not hint:
-            hint = (
-                ": write one with a larger --val-fraction, or use a part of the training images:"
-                " data.val_split='train[90%:]' data.train_split='train[:90%]'"
-            )
+        advice = (
+            ": write one with a larger --val-fraction, or use a part of the training images:"
+            " data.val_split='train[90%:]' data.train_split='train[:90%]'"
+        )
+        hint = did_you_mean(split, info["splits"]) or (advice if split == "val" else "")
         raise ShardError(f"{root}: has no split {split!r}, only {', '.join(info['splits'])}{hint}")
 
     entry = info["splits"][split]

@@ -34,8 +34,7 @@ def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
 
     keys: (rows,) int64. Returns (rows, num_draws) int64 in [0, 2**31).
     """
-    places = torch.arange(num_draws, device=keys.device)
-    x = (keys.unsqueeze(1) ^ places) + _INCREMENT
+    x = (keys.unsqueeze(1) ^ torch.arange(num_draws, device=keys.device)) + _INCREMENT
     # Right-shifting a signed number copies the sign bit, so mask out the copies.
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _FACTOR_1
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _FACTOR_2
