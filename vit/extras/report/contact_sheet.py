@@ -25,7 +25,7 @@ from vit.data.loader import Loader
 from vit.data.open_data import choose_num_classes, open_split, open_train_set
 from vit.data.order import Order, make_order
 from vit.data.shards.split import Split
-from vit.data.sources import Sources
+from vit.data.sources import Sources, TrainSet
 from vit.extras.report.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
 
 CAPTION_PT = 7.5
@@ -47,21 +47,9 @@ def make_contact_sheet(
     train = open_train_set(config, val_split, num_classes=config.model.num_classes)
     split = train.split
 
-    shares = train.shares[:1]
-    num_available = shares[0].num_samples if shares else split.num_samples
-    group_size = config.augment.mix_group_size if mixes(config.augment) else 1
-    num_rows = math.ceil(num_images / group_size) * group_size
-    if num_rows > num_available:
-        raise ValueError(
-            f"{num_rows} images were requested, but {data.root} has only {num_available} training"
-            " images: request fewer"
-        )
-
-    shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
+    order = _one_batch_order(config, train, num_images)
     num_classes = choose_num_classes(config.model, data, split)
     form = ImageFormat.from_config(config.model, data)
-    # An epoch is one batch, so all batches contain the same images.
-    order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
     columns = {"original": _original_cells(split, order, form)}
     columns |= _augmented_columns(config, split, order, form, num_classes, num_draws, device)
 
@@ -74,6 +62,26 @@ def make_contact_sheet(
         titles=list(columns),
         caption_pt=CAPTION_PT,
     )
+
+
+def _one_batch_order(config: Config, train: TrainSet, num_images: int) -> Order:
+    """Return an order whose epochs are one batch, so that all batches contain the same images.
+
+    With several data sources, all images are from the first. Raises ValueError if `train` has fewer
+    than `num_images`, rounded up to complete groups of mixed images.
+    """
+    share = train.shares[0] if train.shares else None
+    num_available = train.split.num_samples if share is None else share.num_samples
+    group_size = config.augment.mix_group_size if mixes(config.augment) else 1
+    num_rows = math.ceil(num_images / group_size) * group_size
+    if num_rows > num_available:
+        raise ValueError(
+            f"{num_rows} images were requested, but {config.data.root} has only {num_available}"
+            " training images: request fewer"
+        )
+
+    shares = () if share is None else (replace(share, num_draws=num_rows, num_samples=num_rows),)
+    return make_order(num_rows, num_rows, config.train.seed, shares=shares)
 
 
 def _original_cells(split: Split | Sources, order: Order, form: ImageFormat) -> list[Cell]:

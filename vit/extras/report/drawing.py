@@ -38,6 +38,8 @@ HEADING_IN = 0.5
 """The height of a sheet's heading."""
 TITLES_IN = 0.25
 """The height of the column titles below the heading."""
+TITLE_CENTER_IN = 0.1
+"""The distance from the heading to the center of a column title."""
 LINE_PT_PER_IN = 55
 """The number of 1 pt lines of text per inch. A point is 1/72 inch, but lines also need spacing."""
 BLUE = "#0072B2"
@@ -203,32 +205,44 @@ def plot_cells(
 ) -> Path:
     """Draw pictures of equal size with captions, row by row. Return `picture`.
 
-    titles: column titles.
+    titles: one title per column, or () for none.
     """
-    height, width = cells[0].image.shape[1:]
+    height_px, width_px = cells[0].image.shape[1:]
     width_in = cell_width_in(num_columns)
-    height_in = width_in * height / width
-    line_in = caption_pt / LINE_PT_PER_IN
-    row_in = height_in + line_in * max(len(cell.caption) for cell in cells) + 2 * GAP_IN
+    height_in = width_in * height_px / width_px
+    caption_in = caption_pt / LINE_PT_PER_IN * max(len(cell.caption) for cell in cells)
+    row_in = height_in + caption_in + 2 * GAP_IN
     header_in = HEADING_IN + TITLES_IN if titles else HEADING_IN
     lefts_in = [GAP_IN + column * (width_in + GAP_IN) for column in range(num_columns)]
 
     with drawing(picture, header_in + row_in * math.ceil(len(cells) / num_columns)) as figure:
         sheet = new_sheet(figure, heading)
-        for left, title in zip(lefts_in, titles, strict=False):
-            x, y = left + width_in / 2, HEADING_IN + 0.1
-            sheet.text(x, y, title, ha="center", va="center", size=SMALL_PT)
+        for column, title in enumerate(titles):
+            x_in, y_in = lefts_in[column] + width_in / 2, HEADING_IN + TITLE_CENTER_IN
+            sheet.text(x_in, y_in, title, ha="center", va="center", size=SMALL_PT)
 
         for number, cell in enumerate(cells):
             row, column = divmod(number, num_columns)
-            left = lefts_in[column]
-            bottom = header_in + row * row_in + height_in
-            size = (width_in, height_in)
-            place(sheet, to_pixels(cell.image), at=(left, bottom - height_in), size=size)
-            for n, line in enumerate(cell.caption, 1):
-                y = bottom + line_in * n
-                sheet.text(left + width_in / 2, y, line, ha="center", size=caption_pt)
+            top_left_in = (lefts_in[column], header_in + row * row_in)
+            _draw_cell(sheet, cell, top_left_in, (width_in, height_in), caption_pt)
     return picture
+
+
+def _draw_cell(
+    sheet: Axes,
+    cell: Cell,
+    top_left_in: tuple[float, float],
+    size_in: tuple[float, float],
+    caption_pt: float,
+) -> None:
+    """Draw a picture, and its caption centered below it."""
+    place(sheet, to_pixels(cell.image), at=top_left_in, size=size_in)
+
+    center_in = top_left_in[0] + size_in[0] / 2
+    bottom_in = top_left_in[1] + size_in[1]
+    for number, line in enumerate(cell.caption, 1):
+        baseline_in = bottom_in + caption_pt / LINE_PT_PER_IN * number
+        sheet.text(center_in, baseline_in, line, ha="center", size=caption_pt)
 
 
 def as_colors(inputs: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

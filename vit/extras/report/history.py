@@ -81,10 +81,11 @@ class History:
         previous_step = 0
         for line in self.of_kind("train"):
             size = line.get("image_size")
-            text = "x".join(map(str, size)) if isinstance(size, list) else f"{size}"
-            is_new = not sizes or sizes[-1][1] != text
-            if size and is_new:
-                sizes.append((previous_step, text))
+            if size:
+                text = "x".join(map(str, size)) if isinstance(size, list) else str(size)
+                is_new = not sizes or sizes[-1][1] != text
+                if is_new:
+                    sizes.append((previous_step, text))
             previous_step = line["step"]
 
         return sizes

@@ -4,7 +4,7 @@ Each model uses its own preprocessing. The figure shows images that only one mod
 correctly, sorted by the confidence of the wrong prediction.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,10 @@ BATCH = 16
 MAX_EACH = 12
 """The maximum number of images to show that only one of the models classifies correctly, per
 model."""
+TITLES = ("image", "A", "B") * 2
+"""The column titles of the figure, which shows two images in each row."""
+SHARE_IN = 0.65
+"""The width of the mark and the probability that surround the name of a predicted class."""
 
 
 class Compared(NamedTuple):
@@ -115,34 +119,53 @@ def plot_comparison(
         )
 
     part = ExampleImages([samples.encoded[n] for n in chosen], [samples.names[n] for n in chosen])
-    shown = [part.pixels(trained) for trained in models]
-    looks = []
-    for trained, pixels in zip(models, shown, strict=True):
-        try:
-            relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
-            looks.append(overlaid(pixels, relevance))
-        except ValueError:  # The model may be a convolutional network, for example.
-            looks.append(pixels.expand(-1, 3, -1, -1).float() / 255)
+    images, images_of_b = (part.pixels(trained) for trained in models)
+    size = images.shape[2:]
+    looks_a = _with_attention(models[0], images, size)
+    looks_b = _with_attention(models[1], images_of_b, size)
 
-    size = shown[0].shape[2:]
-    side = cell_width_in(6)
+    width_in = cell_width_in(len(TITLES))
+    class_names = models[0].class_names
     cells = []
-    for row, number in enumerate(chosen):
-        cells.append(Cell(shown[0][row], [shorten(samples.names[number], side, SMALL_PT)]))
-        for index, trained in enumerate(models):
-            look = torch.nn.functional.interpolate(looks[index][row][None], size, mode="nearest")
-            predicted = int(compared.predictions[index][number])
-            mark = "✓" if predicted == int(compared.labels[number]) else "✗"
-            name = shorten(display_name(trained.class_names, predicted), side - 0.65, SMALL_PT)
-            share = 100 * float(compared.probabilities[index][number])
-            cells.append(Cell(look[0], [f"{mark} {name}: {share:.0f} %"]))
+    for number, image, look_a, look_b in zip(chosen, images, looks_a, looks_b, strict=True):
+        cells += [
+            Cell(image, [shorten(samples.names[number], width_in, SMALL_PT)]),
+            Cell(look_a, [_verdict(compared, 0, number, class_names, width_in)]),
+            Cell(look_b, [_verdict(compared, 1, number, class_names, width_in)]),
+        ]
 
     heading = (
         f"A and B on {len(compared.labels):,} images;"
         f" only A right: {compared.difference.only_first:,},"
         f" only B right: {compared.difference.only_second:,}"
     )
-    return plot_cells(cells, 6, heading, picture, ["image", "A", "B", "image", "A", "B"])
+    return plot_cells(cells, len(TITLES), heading, picture, TITLES)
+
+
+def _with_attention(trained: Trained, pixels: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return a model's input images with its attention, (B, 3, *size) float in [0, 1].
+
+    If the model does not support attention rollout, return the images alone.
+    """
+    try:
+        relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
+        look = overlaid(pixels, relevance)
+    except ValueError:  # The model may be a convolutional network, for example.
+        look = pixels.expand(-1, 3, -1, -1).float() / 255
+    return torch.nn.functional.interpolate(look, size, mode="nearest")
+
+
+def _verdict(
+    compared: Compared, model: int, number: int, class_names: Sequence[str], width_in: float
+) -> str:
+    """Return whether a model is right about image `number`, and its prediction: "✓ cat: 90 %".
+
+    model: 0 or 1, the position of the model in `compared`.
+    """
+    predicted = int(compared.predictions[model][number])
+    mark = "✓" if predicted == int(compared.labels[number]) else "✗"
+    name = shorten(display_name(class_names, predicted), width_in - SHARE_IN, SMALL_PT)
+    return f"{mark} {name}: {100 * float(compared.probabilities[model][number]):.0f} %"
 
 
 def _differing(compared: Compared) -> list[int]:
