@@ -52,6 +52,47 @@ class Origin:
         return self.source or (self.start or {}).get("init_source")
 
 
+_CARD = """---
+{front_matter}---
+# {name}
+
+A Vision Transformer for image classification.
+
+| | |
+|---|---|
+{rows}{pictures}
+## Preprocessing
+
+{preprocessing}
+
+## Opening it
+
+`pip install torch pillow {packages}`; then{where}:
+
+```python
+{code}```
+{sections}"""
+
+_APP = """
+## Classify photos in the browser
+
+```sh
+hf download {repository} --local-dir model
+cd model && pip install -r requirements.txt && python app.py
+```
+"""
+
+_RECIPE = """
+## Recipe
+
+The settings that differ from the defaults of the training program:
+
+```yaml
+{settings}
+```
+"""
+
+
 def model_card(
     program: str, subject: ProgramModel, origin: Origin, hashes: Mapping[str, str]
 ) -> str:
@@ -80,97 +121,57 @@ def model_card(
             f" {start.get('world_size')} rank(s) on {start.get('device')}"
         )
 
-    lines = [f"| {name} | {_cell(text)} |" for name, text in rows.items()]
-    recipe = "" if origin.published else _recipe(config)
-    app = _app(origin.repository) if origin.repository else ""
-    pictures = "".join(f"\n![Report: {path.stem}]({path.name})\n" for path in origin.pictures)
+    sections = []
+    if origin.repository:
+        sections.append(_APP.format(repository=origin.repository))
+    if not origin.published:
+        settings = config_io.dump_yaml(_without_defaults(config)).strip()
+        sections.append(_RECIPE.format(settings=settings))
 
-    return f"""---
-library_name: {FORMATS[program].library}
-pipeline_tag: image-classification
-tags:
-- image-classification
-{FORMATS[program].tags}{_measured(subject, origin)}{_listed(origin)}---
-# {origin.name}
-
-A Vision Transformer for image classification.
-
-| | |
-|---|---|
-{chr(10).join(lines)}
-{pictures}
-## Preprocessing
-
-{subject.view.sentence()}
-
-## Opening it
-
-`pip install torch pillow {FORMATS[program].packages}`; then{"" if app else ", in this folder"}:
-
-```python
-{opening_code(program, subject, origin.repository)}```
-{app}{recipe}"""
-
-
-def _recipe(config: Config) -> str:
-    """Return the section with the settings of the training."""
-    changed = config_io.dump_yaml(_without_defaults(config)).strip()
-    return f"""
-## Recipe
-
-The settings that differ from the defaults of the training program:
-
-```yaml
-{changed}
-```
-"""
-
-
-def _app(repository: str) -> str:
-    """Return the section on how to start the page on the reader's machine."""
-    return f"""
-## Classify photos in the browser
-
-```sh
-hf download {repository} --local-dir model
-cd model && pip install -r requirements.txt && python app.py
-```
-"""
-
-
-def _measured(subject: ProgramModel, origin: Origin) -> str:
-    """Return the front matter lines about the measured accuracy, or ""."""
-    top1 = (origin.evaluation or {}).get("top1_ema" if origin.averaged else "top1")
-    if top1 is None:
-        return ""
-
-    data = shown(subject.config.data.root).rstrip("/").rpartition("/")[2]
-    result = {
-        "task": {"type": "image-classification"},
-        "dataset": {"name": data, "type": data, "split": "validation"},
-        "metrics": [{"type": "accuracy", "value": round(top1 / 100, 6)}],
-    }
-
-    return yaml.safe_dump(
-        {"model-index": [{"name": origin.name, "results": [result]}]},
-        sort_keys=False,
-        allow_unicode=True,
+    return _CARD.format(
+        front_matter=_front_matter(program, subject, origin),
+        name=origin.name,
+        rows="".join(f"| {name} | {_cell(text)} |\n" for name, text in rows.items()),
+        pictures="".join(f"\n![Report: {file.stem}]({file.name})\n" for file in origin.pictures),
+        preprocessing=subject.view.sentence(),
+        packages=FORMATS[program].packages,
+        where="" if origin.repository else ", in this folder",
+        code=opening_code(program, subject, origin.repository),
+        sections="".join(sections),
     )
 
 
-def _listed(origin: Origin) -> str:
-    """Return the front matter lines about weights from the Hub.
+def _front_matter(program: str, subject: ProgramModel, origin: Origin) -> str:
+    """Return the metadata for the Hugging Face Hub as YAML.
 
-    The license is included only if the weights are unchanged.
+    The license of weights from the Hub is included only if the weights are unchanged.
     """
+    metadata: dict[str, Any] = {
+        "library_name": FORMATS[program].library,
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", *FORMATS[program].tags],
+    }
+
+    top1 = (origin.evaluation or {}).get("top1_ema" if origin.averaged else "top1")
+    if top1 is not None:
+        data = shown(subject.config.data.root).rstrip("/").rpartition("/")[2]
+        result = {
+            "task": {"type": "image-classification"},
+            "dataset": {"name": data, "type": data, "split": "validation"},
+            "metrics": [{"type": "accuracy", "value": round(top1 / 100, 6)}],
+        }
+        metadata["model-index"] = [{"name": origin.name, "results": [result]}]
+
     source = origin.begun_from()
-    if source is None:
-        return ""
-    license = f"license: {source['license']}\n" if origin.source and "license" in source else ""
-    return f"base_model: {source['repository']}\n{license}"
+    if source is not None:
+        metadata["base_model"] = source["repository"]
+        if origin.source and "license" in source:
+            metadata["license"] = source["license"]
+    return yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
 
 
 def _cell(text: str) -> str:
+    """Return the text of a table's cell, which must not end the cell or its row."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
@@ -274,13 +275,12 @@ def opening_code(program: str, subject: ProgramModel, repository: str = "") -> s
 
 def with_photo(code: str, subject: ProgramModel, path: str) -> str:
     """Replace <PHOTO> in `code` by an expression that opens the image `path` for the model."""
-    opened = f"Image.open({path})"
+    photo = f"Image.open({path})"
     if subject.view.apply_exif:
         code = code.replace("import Image\n", "import Image, ImageOps\n")
-        opened = f"ImageOps.exif_transpose({opened})"
-    return code.replace(
-        "<PHOTO>", f"""{opened}.convert("{"RGB" if len(subject.view.mean) == 3 else "L"}")"""
-    )
+        photo = f"ImageOps.exif_transpose({photo})"
+    mode = "RGB" if len(subject.view.mean) == 3 else "L"
+    return code.replace("<PHOTO>", f'{photo}.convert("{mode}")')
 
 
 class Format(NamedTuple):
@@ -292,8 +292,8 @@ class Format(NamedTuple):
     """The packages that are needed in addition to torch and pillow."""
     code: str
     """Python code that loads the folder. `<NAME>` stands for a value of `opening_code`."""
-    tags: str = ""
-    """Lines with additional tags for the Hugging Face Hub."""
+    tags: tuple[str, ...] = ()
+    """Additional tags for the Hugging Face Hub."""
 
 
 FORMATS = {
@@ -313,7 +313,7 @@ with torch.inference_mode():
 names = model.pretrained_cfg.get("label_names") or range(model.num_classes)
 # The same for transformers: AutoModelForImageClassification.from_pretrained("<REPOSITORY>")
 """,
-        tags="- timm\n- transformers\n",
+        tags=("timm", "transformers"),
     ),
     "huggingface": Format(
         library="transformers",
