@@ -38,7 +38,9 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 _MOST_STEPS = 100_000
 _LARGEST = 1_000_000
 """The limit on the length of strings and lists and on the bits of integers, which prevents a config
-from exhausting memory."""
+from exhausting memory. Each value is limited after it is computed, and a repetition before."""
+_LARGEST_OF_POWER = 1000
+"""The limit on base and exponent of `**`, because the result is computed before it is limited."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "round": round,
@@ -225,19 +227,16 @@ class PythonConfig:
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
         """Evaluate an operation, unless its result could be too large to compute."""
         left, right = self._value(node.left, scopes), self._value(node.right, scopes)
-        is_small_power = isinstance(node.op, ast.Pow) and abs(left) <= 1000 and abs(right) <= 1000
-        if is_small_power:
-            return left**right
+        if isinstance(node.op, ast.Pow):
+            is_small = abs(left) <= _LARGEST_OF_POWER and abs(right) <= _LARGEST_OF_POWER
+            if is_small:
+                return left**right
+
         is_formatting = isinstance(node.op, ast.Mod) and isinstance(left, str)
         if type(node.op) not in _BINARY or is_formatting:
             raise self._error(node, "only + - * / // and % of numbers are supported")
-
-        lengths = [len(v) for v in (left, right) if isinstance(v, (str, list, tuple))]
-        counts = [v for v in (left, right) if isinstance(v, int)]
-        is_repetition = isinstance(node.op, ast.Mult) and lengths and counts
-        if is_repetition and lengths[0] * counts[0] > _LARGEST:
+        if isinstance(node.op, ast.Mult) and _repeated_length(left, right) > _LARGEST:
             raise self._error(node, "too long")
-
         return _BINARY[type(node.op)](left, right)
 
     def _unaryop(self, node: ast.UnaryOp, scopes: list[dict[str, Any]]) -> Any:
@@ -351,6 +350,14 @@ class PythonConfig:
         line = getattr(node, "lineno", 1)
         text = ast.unparse(node).splitlines()[0][:60]
         return ValueError(f"{self.source}:{line}: {text}: {problem}")
+
+
+def _repeated_length(left: Any, right: Any) -> int:
+    """Return the length of a repetition such as `[0] * 1000`, or 0 for other products."""
+    for items, times in ((left, right), (right, left)):
+        if isinstance(items, (str, list, tuple)) and isinstance(times, int):
+            return len(items) * times
+    return 0
 
 
 def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:

@@ -90,38 +90,28 @@ class Lease:
         read_lease(self._store)
 
         watch = _WatchedLease(self._store)
-        began_s = time.monotonic()
-        is_announced = False
-        while True:
+        while not self._is_held:
             read_s = time.monotonic()
             lease = watch.look()
-            if lease is None or lease["place"] == self._place or watch.has_expired():
-                if self._take(lease, read_s):
-                    break
-                continue
+            is_free = lease is None or lease["place"] == self._place or watch.has_expired()
+            if is_free:
+                self._is_held = self._take(lease, read_s)
+            else:
+                watch.wait()
 
-            wait_s = min(LOCK_WAIT_S, lease["lease_s"])
-            if watch.is_renewed and time.monotonic() - began_s > wait_s:
-                raise ValueError(
-                    f"{self._store}: in use by a live run ({lease['holder']}): wait until it ends,"
-                    " stop it, or use another run.dir"
-                )
-
-            if not is_announced:
-                is_announced = True
-                print(
-                    f"{self._store}: waiting up to {lease['lease_s']:g} s for {lease['holder']} to"
-                    " exit",
-                    file=sys.stderr,
-                )
-            time.sleep(min(1.0, lease["lease_s"] / 20))
-
-        self._is_held = True
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._thread.start()
 
     def _take(self, previous: dict[str, Any] | None, read_s: float) -> bool:
         """Write the lease, and return whether this job holds it.
+
+        Several jobs may try this at once. Each must write within the settle time after its read.
+        It then waits for the settle time, so that all jobs that read the same lease have written,
+        and holds the lease if the file still contains its token.
+
+        The file of the previous lease is removed first, because a store that can refuse to replace
+        a file would refuse the write. After the settle time the file is kept, because it may
+        already be the lease of another job.
 
         Args:
             previous: The lease to replace, or None if no job holds it.
@@ -129,13 +119,7 @@ class Lease:
         """
         settle_s = min(SETTLE_S, self._lease_s / 10)
         if previous is not None:
-            self._previous_token = previous["token"]
-            if previous["place"] != self._place:
-                print(
-                    f"{self._store}: {previous['holder']} has not renewed its lease for"
-                    f" {previous['lease_s']:g} s: taking over the run",
-                    file=sys.stderr,
-                )
+            self._note_takeover(previous)
             if time.monotonic() - read_s < settle_s:
                 self._store.remove(LEASE_FILE)
         is_written = self._store.write(LEASE_FILE, self._content(), only_new=True)
@@ -151,6 +135,17 @@ class Lease:
 
         lease = read_lease(self._store)
         return is_in_time and lease is not None and lease["token"] == self._token
+
+    def _note_takeover(self, previous: dict[str, Any]) -> None:
+        """Remember the previous holder's token, and print that it is dead if it used another
+        folder."""
+        self._previous_token = previous["token"]
+        if previous["place"] != self._place:
+            print(
+                f"{self._store}: {previous['holder']} has not renewed its lease for"
+                f" {previous['lease_s']:g} s: taking over the run",
+                file=sys.stderr,
+            )
 
     def ensure(self, store: ObjectStore) -> None:
         """Call `confirm`, unless a recent call rules out that another job holds the lease."""
@@ -249,9 +244,12 @@ class _WatchedLease:
     def __init__(self, store: ObjectStore):
         self._store = store
         self._lease: dict[str, Any] | None = None
+        self._began_s = time.monotonic()
         self._changed_s = 0.0
-        self.is_renewed = False
+        self._is_renewed = False
         """True if the holder has renewed the lease since the first `look`."""
+        self._is_announced = False
+        """True if `wait` has printed that it waits."""
 
     def look(self) -> dict[str, Any] | None:
         """Read the lease. Return None if no job holds it."""
@@ -262,7 +260,7 @@ class _WatchedLease:
             if self._lease is None and lease is not None:
                 age_s = _age_s(self._store)
             elif lease is not None:
-                self.is_renewed = True
+                self._is_renewed = True
             self._changed_s = now_s - age_s
             self._lease = lease
         return lease
@@ -271,6 +269,28 @@ class _WatchedLease:
         """Return whether the lease has not been renewed for `lease_s` seconds."""
         assert self._lease is not None, "`look` has returned a lease"
         return time.monotonic() - self._changed_s > self._lease["lease_s"]
+
+    def wait(self) -> None:
+        """Wait for a moment, after which `look` may find that the lease has changed.
+
+        Raises ValueError if the holder has renewed the lease and still holds it after the time in
+        which a job that is being stopped exits.
+        """
+        assert self._lease is not None, "`look` has returned a lease"
+        holder, lease_s = self._lease["holder"], self._lease["lease_s"]
+        waited_s = time.monotonic() - self._began_s
+        if self._is_renewed and waited_s > min(LOCK_WAIT_S, lease_s):
+            raise ValueError(
+                f"{self._store}: in use by a live run ({holder}): wait until it ends,"
+                " stop it, or use another run.dir"
+            )
+
+        if not self._is_announced:
+            self._is_announced = True
+            print(
+                f"{self._store}: waiting up to {lease_s:g} s for {holder} to exit", file=sys.stderr
+            )
+        time.sleep(min(1.0, lease_s / 20))
 
 
 def holder_of(url: str) -> str | None:
