@@ -8,6 +8,7 @@ them from the sources of the other programs.
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,8 @@ def test_earlier_defaults_of_timm_equal_those_of_its_earlier_parsers(day):
     # Skip arguments for step schedules and batch norm, which are reported as unavailable.
     for name in ("model", "decay_milestones", "dist_bn"):
         changed.pop(name, None)
-    older = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())
+    words = list(chain.from_iterable(OLDER_DEFAULTS[day].items()))
+    older = read_words(timm_train.TABLE, words)
     assert {name: older.values[name] for name in older.stated} == changed
 
 

@@ -19,6 +19,7 @@ from vit.extras.recipes.reading import (
     Settings,
     cannot,
     differs,
+    implied,
     inert,
     same,
     same_if_used,
@@ -26,7 +27,6 @@ from vit.extras.recipes.reading import (
 from vit.extras.recipes.timm_common import (
     initial_weights,
     local_file,
-    map_average,
     map_batch,
     map_clipping,
     map_color_jitter,
@@ -219,7 +219,7 @@ def _parse(command: Command) -> ParsedArguments:
 
 def _map_rest(reading: Reading) -> Findings:
     """Map what no argument of main.py controls."""
-    yield same("", {"eval.every_epochs": 1})
+    yield implied({"eval.every_epochs": 1})
     yield precision("fp16 with a scaled loss")
     yield initial_weights(reading, "a class token of std 0.02", "timm")
 
@@ -282,8 +282,10 @@ def _map_image_size(reading: Reading) -> Findings:
     size = reading.args["input_size"]
     patch = _patch_size(reading)
     used = size // patch * patch
+    settings = {"model.image_size": used}
     text = f"DeiT uses only {used} of {size} px, because patches have {patch} px: set to {used} px"
-    yield differs("input_size", "" if used == size else text, {"model.image_size": used})
+    is_same = used == size
+    yield same("input_size", settings) if is_same else differs("input_size", text, settings)
 
 
 def _map_drop_path(reading: Reading) -> Findings:
@@ -454,6 +456,17 @@ def _map_schedule(reading: Reading) -> Findings:
     )
 
 
+def _map_average(reading: Reading) -> Findings:
+    if reading.args["model_ema"]:
+        yield differs(
+            "model_ema_decay",
+            "DeiT never evaluates the average, this project evaluates both",
+            {"ema.decay": reading.args["model_ema_decay"]},
+        )
+    else:
+        yield inert("model_ema_decay", "the average is off")
+
+
 PROGRAM = Program(
     parse=_parse,
     handlers={
@@ -475,9 +488,7 @@ PROGRAM = Program(
         "opt": _map_optimizer,
         "clip_grad": map_clipping,
         "sched": _map_schedule,
-        "model_ema_decay": partial(
-            map_average, note="DeiT never evaluates the average, this project evaluates both"
-        ),
+        "model_ema_decay": _map_average,
     },
     rest=_map_rest,
 )

@@ -131,20 +131,30 @@ def change_text(difference: SettingDifference) -> str:
 
 
 def _shown(key: str, value: object) -> str:
-    """Format a value. For `None`, add its meaning from the schema."""
-    if value is None or value == []:
-        section, _, name = key.partition(".")
-        # A key such as eval.sets.NAME.split has no field in its section.
-        fields = (kind.model_fields.get(name) for kind in sections()[section])
-        text = " ".join(str(field.description) for field in fields if field)
-        # In "`None`: wait, and report it; ...", the meaning is "wait, and report it".
-        match = re.search(r"`None`: (?P<meaning>.+?)( \(|;|\. |\.?$)", " ".join(text.split()))
-        meaning = match["meaning"] if match else "none"
-        return "none" if meaning == "none" else f"none ({meaning})"
+    """Format the value of a setting.
 
+    An empty list, such as no additional evaluation sets, is shown like `None`. A list of mappings
+    is shown by its entries.
+    """
+    if value is None or value == []:
+        meaning = _meaning_of_none(key)
+        return "none" if meaning in (None, "none") else f"none ({meaning})"
     if isinstance(value, list) and isinstance(value[0], dict):
         return "; ".join(map(_entries, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _meaning_of_none(key: str) -> str | None:
+    """Return what the schema's description of a setting says about `None`, or None if nothing.
+
+    In "`None`: wait, and report it; ...", the meaning is "wait, and report it".
+    """
+    section, _, name = key.partition(".")
+    # A key such as eval.sets.NAME.split has no field in its section.
+    fields = (kind.model_fields.get(name) for kind in sections()[section])
+    description = " ".join(str(field.description) for field in fields if field)
+    match = re.search(r"`None`: (?P<meaning>.+?)( \(|;|\. |\.?$)", " ".join(description.split()))
+    return match["meaning"] if match else None
 
 
 def _entries(item: Mapping[str, object]) -> str:

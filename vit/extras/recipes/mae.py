@@ -10,7 +10,7 @@ from vit.extras.recipes.arguments import ParsedArguments, make_table, read_words
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.deit import SUBMITIT_PLACES, SUBMITIT_RECIPE
 from vit.extras.recipes.rates import map_schedule
-from vit.extras.recipes.reading import Findings, Program, Reading, inert, same
+from vit.extras.recipes.reading import Findings, Program, Reading, implied, inert, same
 from vit.extras.recipes.timm_common import (
     initial_weights,
     local_file,
@@ -94,7 +94,7 @@ def _parse(command: Command) -> ParsedArguments:
 
 def _map_rest(reading: Reading) -> Findings:
     """Map what no argument of MAE's fine-tuning script controls."""
-    yield same("", {"eval.every_epochs": 1})
+    yield implied({"eval.every_epochs": 1})
     yield precision("fp16 with a scaled loss")
     yield initial_weights(reading, "torch's default for patches, and a head of std 2e-5")
 
@@ -113,7 +113,7 @@ def _map_start(reading: Reading) -> Findings:
 
 def _map_rate(reading: Reading) -> Findings:
     args = reading.args
-    yield same("", {"optim.name": "adamw"})
+    yield implied({"optim.name": "adamw"})
 
     if args["lr"] is None:
         batch = reading.settings["data.global_batch_size"]

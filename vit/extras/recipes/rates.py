@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vit.config.schema import ScheduleConfig
-from vit.extras.recipes.reading import Findings, Reading, cannot, differs, inert
+from vit.extras.recipes.reading import Findings, Reading, cannot, differs, inert, same
 from vit.optim.schedule import lr_at
 
 Rate = Callable[[float], float]
@@ -248,8 +248,11 @@ def map_schedule(
     )
     gap = distance(theirs, our_rate(everything, steps_per_epoch), lr, length)
 
-    text = (
-        f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
-        f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}")
-    )
-    yield differs(names, "" if gap.largest < VISIBLE_GAP else text, ours)
+    if gap.largest < VISIBLE_GAP:
+        yield same(names, ours)
+    else:
+        text = (
+            f"the learning rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
+            f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average"
+        )
+        yield differs(names, f"{text}: {reasons}" if reasons else text, ours)

@@ -47,7 +47,7 @@ def same(
     """Return the finding that the arguments `names` (separated by spaces) equal `settings`.
 
     Args:
-        names: The arguments, separated by spaces, or "".
+        names: The arguments, separated by spaces.
         settings: This project's settings, keyed by dotted path.
         note: How the first value was computed.
         text: An assumption made in the computation.
@@ -58,9 +58,12 @@ def same(
 def differs(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Mapped:
     """Return the finding that the arguments `names` are similar to `settings`.
 
-    text: the difference, or "" if there is none.
+    Args:
+        names: The arguments, separated by spaces, or "" for a property without an argument.
+        text: The difference.
+        settings: This project's settings, keyed by dotted path.
     """
-    return _finding("differs" if text else "same", names, settings, text)
+    return _finding("differs", names, settings, text)
 
 
 def cannot(names: str, text: str, settings: Mapping[str, Any] | None = None) -> Mapped:
@@ -68,10 +71,10 @@ def cannot(names: str, text: str, settings: Mapping[str, Any] | None = None) -> 
 
     Args:
         names: The arguments, separated by spaces.
-        text: The reason, or "" if `settings` is the same.
+        text: The reason.
         settings: The replacement.
     """
-    return _finding("cannot" if text else "same", names, settings, text)
+    return _finding("cannot", names, settings, text)
 
 
 def inert(names: str, text: str) -> Mapped:
@@ -80,6 +83,11 @@ def inert(names: str, text: str) -> Mapped:
     text: the reason.
     """
     return _finding("inert", names, None, text)
+
+
+def implied(settings: Mapping[str, Any]) -> Mapped:
+    """Return the finding of `settings` that equal the program, but no argument of it."""
+    return same("", settings)
 
 
 def same_if_used(is_used: bool, names: str, settings: Mapping[str, Any], reason: str) -> Mapped:
@@ -220,9 +228,9 @@ def _follow_rule(reading: Reading, argument: Argument, rules: Sequence[Argument]
 
     kind, _, text = rule.partition(": ")
     if kind == "differs":
-        return differs(names, text.format(value) if value else "")
+        return differs(names, text.format(value)) if value else same(names)
     if kind == "off":
-        return cannot(name, "" if not value or value == "none" else text)
+        return same(name) if not value or value == "none" else cannot(name, text)
     if kind == "inert":
         # All arguments with this rule become one finding, so that the reason is printed once.
         return inert(" ".join(each.name for each in rules if each.rule == rule), text)

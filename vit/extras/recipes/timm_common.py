@@ -16,6 +16,7 @@ from vit.extras.recipes.reading import (
     Settings,
     cannot,
     differs,
+    implied,
     inert,
     same,
     same_if_used,
@@ -232,7 +233,9 @@ def train_interpolation(theirs: str, text: str) -> Mapped:
     this project lacks."""
     ours = theirs if theirs in ("bicubic", "bilinear") else "bicubic"
     settings = {"data.interpolation": ours}
-    return differs("train_interpolation", "" if theirs == ours else text, settings)
+    if theirs == ours:
+        return same("train_interpolation", settings)
+    return differs("train_interpolation", text, settings)
 
 
 def map_mixing(reading: Reading) -> Findings:
@@ -248,9 +251,12 @@ def map_mixing(reading: Reading) -> Findings:
     switch = {"augment.cutmix_switch_prob": args["mixup_switch_prob"]}
     yield same_if_used(has_both, "mixup_switch_prob", switch, "only one of MixUp and CutMix is on")
 
-    mode = args["mixup_mode"]
-    text = one_draw_per_gpu("the source", args["batch_size"])
-    yield differs("mixup_mode", text if mode == "batch" else "", {"augment.mixup_mode": mode})
+    settings = {"augment.mixup_mode": args["mixup_mode"]}
+    if args["mixup_mode"] == "batch":
+        text = one_draw_per_gpu("the source", args["batch_size"])
+        yield differs("mixup_mode", text, settings)
+    else:
+        yield same("mixup_mode", settings)
 
 
 def one_draw_per_gpu(source: str, batch_size: int) -> str:
@@ -292,9 +298,10 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> F
         yield same("opt_eps", {"optim.eps": args["opt_eps"] or fields["eps"].default})
     elif ours == "sgd":
         yield inert("opt_eps", unused)
+    elif args["opt_eps"] is None:
+        yield same("opt_eps")
     else:
-        text = "Adafactor's epsilon: replaced by its default"
-        yield cannot("opt_eps", "" if args["opt_eps"] is None else text)
+        yield cannot("opt_eps", "Adafactor's epsilon: replaced by its default")
     momentum = {"optim.momentum": args["momentum"]}
     yield same_if_used("momentum" in fields, "momentum", momentum, f"{name} uses betas")
 
@@ -325,8 +332,14 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> Findings:
     stated = {f"optim.{key}": value for key, value in kwargs.items() if key in own}
 
     unstated = {key: value for key, value in settings.items() if key not in stated}
-    text = "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights"
-    yield cannot(argument, text if name == "adam" else "", unstated)
+    if name == "adam":
+        yield cannot(
+            argument,
+            "Adam adds weight decay to the gradient: replaced by AdamW, which decays the weights",
+            unstated,
+        )
+    else:
+        yield same(argument, unstated)
     if "opt_kwargs" not in reading.args:
         return
 
@@ -343,7 +356,10 @@ def map_optimizer_name(reading: Reading, argument: str, name: str) -> Findings:
         problems.append(f"arguments of the optimizer: {', '.join(sorted(lacking))}")
     if is_jordans and "ns_coefficients" not in kwargs:
         problems.append("ns_coefficients=quintic beside adjust_lr_fn=original")
-    yield cannot("opt_kwargs", "; ".join(problems), stated)
+    if problems:
+        yield cannot("opt_kwargs", "; ".join(problems), stated)
+    else:
+        yield same("opt_kwargs", stated)
 
 
 def optimizer_fields(name: str) -> dict[str, FieldInfo]:
@@ -374,12 +390,11 @@ def map_clipping(reading: Reading) -> Findings:
         yield same_if_used(norm is not None, "clip_mode", {}, "--clip-grad is off")
 
 
-def map_average(reading: Reading, note: str = "") -> Findings:
-    """Map `--model-ema-decay`. note: how the use of the average differs."""
-    if reading.args["model_ema"]:
-        yield differs("model_ema_decay", note, {"ema.decay": reading.args["model_ema_decay"]})
-    else:
-        yield inert("model_ema_decay", "the average is off")
+def map_average(reading: Reading) -> Findings:
+    """Map `--model-ema-decay`."""
+    decay = {"ema.decay": reading.args["model_ema_decay"]}
+    is_used = reading.args["model_ema"]
+    yield same_if_used(is_used, "model_ema_decay", decay, "the average is off")
 
 
 def crop_pct_for(crop: int, resized: int) -> float | None:
@@ -423,7 +438,7 @@ def initial_weights(reading: Reading, theirs: str, source: str | None = None) ->
         ours = f"model.weight_init={source}"
 
     text = f"initial weights: ours are {ours}; the source has {theirs or 'a head of std 0.02'}"
-    return differs("", "" if settings and not theirs else text, settings)
+    return implied(settings) if settings and not theirs else differs("", text, settings)
 
 
 def precision(theirs: str) -> Mapped:
@@ -431,5 +446,6 @@ def precision(theirs: str) -> Mapped:
 
     theirs: the source project's precision.
     """
+    settings = {"train.precision": "auto"}
     text = f"the source uses {theirs}, this recipe bf16 on GPUs that have it (train.precision)"
-    return differs("", "" if theirs == "bf16" else text, {"train.precision": "auto"})
+    return implied(settings) if theirs == "bf16" else differs("", text, settings)

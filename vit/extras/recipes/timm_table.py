@@ -216,11 +216,27 @@ data                      word    -
 TABLE = make_table("timm's train.py", "as of timm 1.0.31", _RECIPE, _PLACES)
 
 OLDER_DEFAULTS = {
-    "2022-10-07": "--lr 0.05 --warmup-lr 1e-4 --min-lr 1e-6 --warmup-epochs 3 --cooldown-epochs 10"
-    " --decay-epochs 100",
-    "2021-09-02": "--lr 0.01 --weight-decay 1e-4 --warmup-lr 1e-4 --min-lr 1e-5 --epochs 200"
-    " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
-    " --remode const",
+    "2022-10-07": {
+        "--lr": "0.05",
+        "--warmup-lr": "1e-4",
+        "--min-lr": "1e-6",
+        "--warmup-epochs": "3",
+        "--cooldown-epochs": "10",
+        "--decay-epochs": "100",
+    },
+    "2021-09-02": {
+        "--lr": "0.01",
+        "--weight-decay": "1e-4",
+        "--warmup-lr": "1e-4",
+        "--min-lr": "1e-5",
+        "--epochs": "200",
+        "--warmup-epochs": "3",
+        "--cooldown-epochs": "10",
+        "--sched": "step",
+        "--decay-epochs": "30",
+        "--batch-size": "32",
+        "--remode": "const",
+    },
 }
-"""Maps the last day on which old defaults were valid to the defaults that have since changed
-(huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
+"""Maps the last day on which old defaults were valid to the defaults that have since changed, by
+flag (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""

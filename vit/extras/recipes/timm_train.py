@@ -24,6 +24,7 @@ from vit.extras.recipes.reading import (
     Settings,
     cannot,
     differs,
+    implied,
     inert,
     same,
     same_if_used,
@@ -144,18 +145,22 @@ def _map_fields(reading: Reading) -> Findings:
         fields = in_our_terms(fields)
 
     # Other functions map the image size, and the pooling that `--gp` states.
-    mapped = ("img_size", "global_pool" if reading.args["gp"] else "")
+    mapped = {"img_size", "global_pool"} if reading.args["gp"] else {"img_size"}
     stated = {key: v for key, v in fields.items() if key not in mapped and v is not None}
     lacking = [key for key in stated if f"model.{key}" not in all_keys()]
     ours = {f"model.{key}": value for key, value in stated.items() if key not in lacking}
-    text = f"arguments of the model: {', '.join(lacking)}"
-    yield cannot("model_kwargs", text if lacking else "", ours)
+    if lacking:
+        yield cannot("model_kwargs", f"arguments of the model: {', '.join(lacking)}", ours)
+    else:
+        yield same("model_kwargs", ours)
 
     bias = reading.args["head_init_bias"]
     if bias is not None and _plain(reading):
         yield same("head_init_bias", {"model.init_head_bias": bias})
+    elif bias:
+        yield cannot("head_init_bias", "the initial bias of the head")
     else:
-        yield cannot("head_init_bias", "the initial bias of the head" if bias else "")
+        yield same("head_init_bias")
 
 
 def _map_view(reading: Reading) -> Findings:
@@ -243,8 +248,13 @@ def _map_interpolation(reading: Reading) -> Findings:
 
     ours = of_training.settings["data.interpolation"]
     theirs = args["interpolation"] or "bicubic"
-    text = f"timm resizes by {theirs} for evaluation, this project by {ours} as in training"
-    yield differs("interpolation", "" if theirs == ours else text)
+    if theirs == ours:
+        yield same("interpolation")
+    else:
+        yield differs(
+            "interpolation",
+            f"timm resizes by {theirs} for evaluation, this project by {ours} as in training",
+        )
 
 
 def _map_mixup_off_epoch(reading: Reading) -> Findings:
@@ -263,8 +273,10 @@ def _map_loss(reading: Reading) -> Findings:
     names = "bce_loss loss bce_sum bce_target_thresh"
 
     if loss != "bce":
-        text = f"the loss {loss}: replaced by cross-entropy"
-        yield cannot("bce_loss loss", "" if loss == "ce" else text)
+        if loss == "ce":
+            yield same("bce_loss loss")
+        else:
+            yield cannot("bce_loss loss", f"the loss {loss}: replaced by cross-entropy")
         yield inert(
             "bce_sum bce_target_thresh bce_pos_weight loss_pos_weight",
             "the loss is not binary cross-entropy",
@@ -319,44 +331,54 @@ def _map_teacher(reading: Reading) -> Findings:
     """Map distillation (timm/task/distillation.py, token_distillation.py)."""
     args = reading.args
     name = args["kd_model_name"]
-    distill_type = args["kd_distill_type"]
     if name is None:
         yield same("kd_model_name")
         yield inert(_OF_TEACHER, "the recipe has no teacher")
-        return
-    if distill_type == "feature":
+    elif args["kd_distill_type"] == "feature":
         yield cannot(
             f"kd_model_name {_OF_TEACHER}",
             "features of a teacher as targets, through a trained projection",
         )
-        return
-
-    loss_weights = _loss_weights(args["task_loss_weight"], args["distill_loss_weight"])
-    settings = {"distill.teacher": f"{name}.safetensors", "distill.teacher_model": name}
-    yield same("kd_model_name", settings, "save timm's weights of the teacher to this path")
-    yield same("task_loss_weight distill_loss_weight", loss_weights)
-    yield inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
-
-    has_two_heads = "model.dist_token" in reading.settings
-    if distill_type == "token":
-        if not has_two_heads:
-            raise ValueError(
-                f"--kd-distill-type token: {args['model']} has no second head: use"
-                " deit_{tiny,small,base}_distilled_patch16_{224,384}, or --kd-distill-type logit"
-            )
-        kind = args["kd_token_distill_type"]
-        yield same("kd_distill_type")
-        yield same("kd_token_distill_type", {"distill.distill_type": kind})
     else:
-        kind = "soft"
-        text = "timm trains the mean of both heads on both targets, this project each head on one"
-        trains_mean = distill_type == "logit" and has_two_heads
-        yield differs("kd_distill_type", text if trains_mean else "")
-        yield same("", {"distill.distill_type": kind})
-        yield inert("kd_token_distill_type", "only for --kd-distill-type token")
+        settings = {"distill.teacher": f"{name}.safetensors", "distill.teacher_model": name}
+        loss_weights = _loss_weights(args["task_loss_weight"], args["distill_loss_weight"])
+        yield same("kd_model_name", settings, "save timm's weights of the teacher to this path")
+        yield same("task_loss_weight distill_loss_weight", loss_weights)
+        yield inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
 
+        is_token = args["kd_distill_type"] == "token"
+        yield from _map_token_targets(reading) if is_token else _map_logit_targets(reading)
+
+
+def _map_token_targets(reading: Reading) -> Findings:
+    """Map `--kd-distill-type token`, which trains a second head on the teacher's predictions."""
+    args = reading.args
+    if "model.dist_token" not in reading.settings:
+        raise ValueError(
+            f"--kd-distill-type token: {args['model']} has no second head: use"
+            " deit_{tiny,small,base}_distilled_patch16_{224,384}, or --kd-distill-type logit"
+        )
+
+    kind = args["kd_token_distill_type"]
+    yield same("kd_distill_type")
+    yield same("kd_token_distill_type", {"distill.distill_type": kind})
     temperature = {"distill.temperature": args["kd_temperature"]}
     yield same_if_used(kind != "hard", "kd_temperature", temperature, "only for soft distillation")
+
+
+def _map_logit_targets(reading: Reading) -> Findings:
+    """Map `--kd-distill-type logit` and others, which are soft distillation."""
+    args = reading.args
+    if args["kd_distill_type"] == "logit" and "model.dist_token" in reading.settings:
+        yield differs(
+            "kd_distill_type",
+            "timm trains the mean of both heads on both targets, this project each head on one",
+        )
+    else:
+        yield same("kd_distill_type")
+    yield implied({"distill.distill_type": "soft"})
+    yield inert("kd_token_distill_type", "only for --kd-distill-type token")
+    yield same("kd_temperature", {"distill.temperature": args["kd_temperature"]})
 
 
 def _loss_weights(of_task: float | None, of_teacher: float | None) -> Settings:
@@ -540,9 +562,9 @@ def _note_old_defaults(reading: Reading) -> Findings:
     parts = []
     for day, defaults in OLDER_DEFAULTS.items():
         unstated = [
-            f"--{name} {value}"
-            for name, value in re.findall(r"--(\S+) (\S+)", defaults)
-            if name.replace("-", "_") not in irrelevant
+            f"{flag} {value}"
+            for flag, value in defaults.items()
+            if flag.removeprefix("--").replace("-", "_") not in irrelevant
         ]
         if unstated:
             parts.append(f"until {day} {' '.join(unstated)}")

@@ -10,7 +10,16 @@ from functools import partial
 
 from vit.extras.recipes.arguments import make_table, read_words
 from vit.extras.recipes.rates import after_warmup, map_schedule
-from vit.extras.recipes.reading import Findings, Program, Reading, cannot, differs, inert, same
+from vit.extras.recipes.reading import (
+    Findings,
+    Program,
+    Reading,
+    cannot,
+    differs,
+    implied,
+    inert,
+    same,
+)
 from vit.extras.recipes.timm_common import (
     crop_pct_for,
     initial_weights,
@@ -96,7 +105,7 @@ TABLE = make_table(
 def _map_rest(reading: Reading) -> Findings:
     """Map what no argument of torchvision's training script controls."""
     args = reading.args
-    yield same("", {"eval.every_epochs": 1})
+    yield implied({"eval.every_epochs": 1})
     if args["mixup_alpha"] or args["cutmix_alpha"]:
         yield differs("", one_draw_per_gpu("torchvision", args["batch_size"]))
     if args["clip_grad_norm"] is not None:
@@ -117,11 +126,14 @@ def _map_view(reading: Reading) -> Findings:
     size, crop, resized = (
         reading.args[name] for name in ("train_crop_size", "val_crop_size", "val_resize_size")
     )
-    text = (
-        f"evaluation at {crop} px: replaced by the training size (set model.image_size in"
-        " launch/eval.py)"
-    )
-    yield cannot("val_crop_size", "" if crop == size else text)
+    if crop == size:
+        yield same("val_crop_size")
+    else:
+        yield cannot(
+            "val_crop_size",
+            f"evaluation at {crop} px: replaced by the training size (set model.image_size in"
+            " launch/eval.py)",
+        )
 
     crop_pct = crop_pct_for(size, resized)
     if crop_pct is None:
