@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MOST_CELLS = 350
 """The maximum number of cells per side, because cells smaller than a pixel would be invisible."""
+NUM_EXAMPLES = 6
+"""The maximum number of images for each of the most frequent mistakes."""
 
 
 def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) -> NDArray[np.int64]:
@@ -188,7 +190,7 @@ def plot_most_confused(
     with drawing(picture, HEADING_IN + row_in * len(pairs)) as figure:
         sheet = new_sheet(figure, "Most frequent mistakes: true → predicted")
         for i, (true, predicted, count, total) in enumerate(pairs):
-            top = HEADING_IN + i * row_in
+            top_in = HEADING_IN + i * row_in
             lines = {
                 display_name(class_names, true): "bold",
                 f"→ {display_name(class_names, predicted)}": "bold",
@@ -196,11 +198,16 @@ def plot_most_confused(
             }
             for j, (line, weight) in enumerate(lines.items()):
                 shown = shorten(line, text_in, weight=weight)
-                sheet.text(0.1, top + 0.14 + 0.2 * j, shown, weight=weight)
+                sheet.text(0.1, top_in + 0.14 + 0.2 * j, shown, weight=weight)
 
-            sheet.barh(top + 0.7, text_in * count / pairs[0][2], 0.1, 0.1, color=ORANGE)
-            for j, image in enumerate(examples[i][:6]):
-                left = text_in + 0.25 + j * (thumb_in + 0.06)
-                sheet.barh(top + thumb_in / 2, thumb_in, thumb_in, left, color="#eeeeee", zorder=-1)
-                place(sheet, to_pixels(image), at=(left, top), size=(thumb_in, thumb_in))
+            # The first mistake is the most frequent, so its bar is as wide as the text.
+            bar_in = text_in * count / pairs[0][2]
+            sheet.barh(top_in + 0.7, width=bar_in, height=0.1, left=0.1, color=ORANGE)
+            for j, image in enumerate(examples[i][:NUM_EXAMPLES]):
+                left_in = text_in + 0.25 + j * (thumb_in + 0.06)
+                # The part of a square that the image leaves free is gray.
+                sheet.barh(
+                    top_in + thumb_in / 2, thumb_in, thumb_in, left_in, color="#eeeeee", zorder=-1
+                )
+                place(sheet, to_pixels(image), at=(left_in, top_in), size=(thumb_in, thumb_in))
     return picture

@@ -9,7 +9,6 @@ import math
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from textwrap import wrap
 
 import numpy as np
 import torch
@@ -26,7 +25,14 @@ from vit.data.open_data import choose_num_classes, open_split, open_train_set
 from vit.data.order import Order, make_order
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet
-from vit.extras.report.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
+from vit.extras.report.drawing import (
+    Cell,
+    as_colors,
+    cell_width_in,
+    plot_cells,
+    share_lines,
+    wrap_caption,
+)
 
 CAPTION_PT = 7.5
 
@@ -154,4 +160,4 @@ def _caption(config: AugmentConfig, batch: Batch, row: int, width_in: float) -> 
     operations = ["not readable"]
     if batch.weights[row] != 0:
         operations = describe(config, batch.table[row].numpy())
-    return wrap(", ".join(operations), int(width_in * 72 / (0.55 * CAPTION_PT)))
+    return wrap_caption(", ".join(operations), width_in, CAPTION_PT)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ TITLES_IN = 0.25
 """The height of the column titles below the heading."""
 TITLE_CENTER_IN = 0.1
 """The distance from the heading to the center of a column title."""
+POINTS_PER_IN = 72
+LETTER_WIDTH = 0.55
+"""The average width of a letter, as a fraction of the font size."""
 LINE_PT_PER_IN = 55
 """The number of 1 pt lines of text per inch. A point is 1/72 inch, but lines also need spacing."""
 BLUE = "#0072B2"
@@ -280,13 +284,19 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
     with _missing_letters_once():
         while (
             num_letters > 1
-            and text_to_path.get_text_width_height_descent(short, font, False)[0] > width_in * 72
+            and text_to_path.get_text_width_height_descent(short, font, False)[0]
+            > width_in * POINTS_PER_IN
         ):
             num_letters -= 1
             begin = text[: (num_letters + 1) // 2].rstrip()
             end = text[len(text) - num_letters // 2 :].lstrip()
             short = f"{begin}…{end}"
     return short
+
+
+def wrap_caption(text: str, width_in: float, size_pt: float) -> list[str]:
+    """Break `text` into lines that are about `width_in` inches wide or less."""
+    return wrap(text, int(width_in * POINTS_PER_IN / (LETTER_WIDTH * size_pt)))
 
 
 def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:

@@ -64,8 +64,7 @@ def samples_of_split(
             " shards with --data, or images with --image (compare accepts only --data)"
         )
 
-    config = trained.config
-    opened = open_split(config, split or config.data.val_split, root=root)
+    opened = open_split(trained.config, split or trained.config.data.val_split, root=root)
     labels = opened.index["label"].astype(np.int64)
     chosen = pick_images(labels, None, num, 0)
 

@@ -99,7 +99,7 @@ def draw_filters(model: ImageModel, picture: Path) -> str:
 
     cells = [
         Cell(image, [f"{100 * share:.1f} %"])
-        for image, share in zip(images, shares.tolist(), strict=False)
+        for image, share in zip(images, shares.tolist(), strict=True)
     ]
     total = 100 * float(shares[: len(cells)].sum())
     heading = f"Patch embedding: its first {len(cells)} components, {total:.0f} % of the variance"
@@ -416,15 +416,15 @@ def plot_attention(
 
     Returns `picture`.
     """
-    # The width of two images, the gap between pairs, the gap in a pair and the height of two lines
-    # of text, in inches.
-    pair_w, gap, image_gap, text_h = 3.75, 0.3, 0.06, 0.43
+    # All lengths are in inches: the width of two images, the gap between pairs, the gap in a pair,
+    # and the heights of the heading with its note, and of two lines of text.
+    pair_w, gap, image_gap, header_h, text_h = 3.75, 0.3, 0.06, 0.8, 0.43
     image_w = (pair_w - image_gap) / 2
     image_h = image_w * images.shape[2] / images.shape[3]
     row_h = text_h + image_h + 0.25
     overlays = overlaid(images, relevance)
 
-    with drawing(picture, 0.8 + row_h * math.ceil(len(images) / 2)) as figure:
+    with drawing(picture, header_h + row_h * math.ceil(len(images) / 2)) as figure:
         sheet = new_sheet(figure, "Attention rollout")
         note = (
             "Yellow patches have the most influence on the output, violet patches the least. Colors"
@@ -435,7 +435,7 @@ def plot_attention(
         results = zip(labels, predictions, probabilities, strict=True)
         for number, (label, predicted, probability) in enumerate(results):
             row, column = divmod(number, 2)
-            left, top = 0.1 + column * (pair_w + gap), 0.8 + row * row_h
+            left, top = 0.1 + column * (pair_w + gap), header_h + row * row_h
             mark, color, weight = (
                 ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
             )

@@ -24,7 +24,12 @@ from vit.data.loader import Loader
 from vit.data.order import divisors
 from vit.extras.report import model_figures
 from vit.extras.report.attention import check_rollout, rollouts
-from vit.extras.report.confusion import most_confused, plot_confusion, plot_most_confused
+from vit.extras.report.confusion import (
+    NUM_EXAMPLES,
+    most_confused,
+    plot_confusion,
+    plot_most_confused,
+)
 from vit.extras.report.curves import plot_curves, plot_norms
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.history import read_history
@@ -44,7 +49,6 @@ NUM_DISTANCE = 32
 """The number of images over which `distance.png` averages."""
 NUM_CONFUSED_PAIRS = 10
 """The number of rows in `confused.png`. Each row has up to `NUM_EXAMPLES` images."""
-NUM_EXAMPLES = 6
 
 
 class ConfusedPair(NamedTuple):
@@ -140,7 +144,6 @@ def _paint_norms(source: ReportSource, picture: Path) -> str:
 def _paint_augmented(source: ReportSource, picture: Path) -> str:
     """Draw the first readable images of step 1, and return the caption."""
     config = source.config
-    train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
 
@@ -148,13 +151,13 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     parts = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
     num_rows = min(parts, default=batch_size)
     batches = TrainBatches(
-        train.split,
+        source.train_set.split,
         source.order,
         config.augment,
         source.train_format,
         rows=range(num_rows),
         on_bad_image=config.loader.on_bad_image,
-        changes=train.changes,
+        changes=source.train_set.changes,
     )
 
     with Loader(batches, 0, 1) as loader:
@@ -268,9 +271,10 @@ PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
 
 
 def _confused_pairs(source: ReportSource) -> list[ConfusedPair]:
-    names = source.class_names
     return [
-        ConfusedPair(names[true], names[predicted], num_mistaken, num_images)
+        ConfusedPair(
+            source.class_names[true], source.class_names[predicted], num_mistaken, num_images
+        )
         for true, predicted, num_mistaken, num_images in most_confused(
             source.confusion, NUM_CONFUSED_PAIRS
         )

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ from vit.extras.report.drawing import (
     plot_cells,
     share_lines,
     shorten,
+    wrap_caption,
 )
 from vit.extras.report.source import ReportSource
 from vit.hooks.sample_losses import epoch_files, read_epoch
@@ -116,8 +116,6 @@ class Replay:
 
     def __init__(self, source: ReportSource, step: int, rank: int | None = None):
         start = _start_before(source.run_dir, step)
-        config = source.config
-        train = source.train_set
         self.source = source
         self.step = step
         self.world_size = int(start.get("world_size", 1))
@@ -138,12 +136,12 @@ class Replay:
 
         # Load all rows, so that row numbers are those in the global batch.
         self._batches = TrainBatches(
-            train.split,
+            source.train_set.split,
             self.order,
-            config.augment,
+            source.config.augment,
             source.train_format,
-            on_bad_image=config.loader.on_bad_image,
-            changes=train.changes,
+            on_bad_image=source.config.loader.on_bad_image,
+            changes=source.train_set.changes,
             num_batches=step,
         )
         self._values = self._recorded_values()
@@ -380,5 +378,4 @@ def _caption(row: ReplayedRow, target: list[str], width_in: float) -> list[str]:
     if row.loss is not None:
         parts.append(f"loss {row.loss:.3g}")
 
-    lines = wrap("; ".join(parts), int(width_in * 72 / (0.55 * CAPTION_PT)))
-    return [*target, *lines]
+    return [*target, *wrap_caption("; ".join(parts), width_in, CAPTION_PT)]

@@ -163,8 +163,7 @@ class ReportSource:
     @cached_property
     def augment(self) -> Augment:
         """The augmentation on the device."""
-        config = self.config
-        return create_augment(config.augment, config.data, self.num_classes, self.device)
+        return create_augment(self.config.augment, self.config.data, self.num_classes, self.device)
 
     @property
     def num_classes(self) -> int:
@@ -172,9 +171,8 @@ class ReportSource:
         try:
             find_weights(self.run_dir)
         except WeightsError:
-            config = self.config
             return choose_num_classes(
-                config.model, config.data, self.train_set.split, self.val_split
+                self.config.model, self.config.data, self.train_set.split, self.val_split
             )
 
         if self.weights.num_classes is None:

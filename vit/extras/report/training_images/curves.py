@@ -211,9 +211,8 @@ def write_table(
 
     near_to: dict[int, tuple[str, float, str]] = {}
     if near is not None:
-        val = source.val_split
         for sample, other, cosine in reversed(near.also_evaluated):
-            near_to[sample] = (val.key(other), cosine, val.name)
+            near_to[sample] = (source.val_split.key(other), cosine, source.val_split.name)
         for first, second, cosine in reversed(near.pairs):
             near_to[first] = (split.key(second), cosine, split.name)
             near_to[second] = (split.key(first), cosine, split.name)

@@ -68,9 +68,10 @@ def write_samples_page(
     predictions, why_silent = _predict(source, train, list(dict.fromkeys(chosen)))
     fields = {n: _shown(source, train, n, pair, curves) for n, pair in predictions.items()}
 
-    val = source.val_split
-    val_predictions, _ = _predict(source, val, [sample for _, sample, _ in val_pairs])
-    val_fields = {n: _shown(source, val, n, pair) for n, pair in val_predictions.items()}
+    val_predictions, _ = _predict(source, source.val_split, [sample for _, sample, _ in val_pairs])
+    val_fields = {
+        n: _shown(source, source.val_split, n, pair) for n, pair in val_predictions.items()
+    }
 
     content = page_template("samples.html.j2").render(
         name=source.run_dir.resolve().name,
