@@ -108,8 +108,11 @@ def _prediction(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:
 def _smaller_micro_batches(config: Config, plan: Plan) -> list[int]:
     """Return the allowed micro-batch sizes below that of `plan`, in ascending order."""
     unit = config.augment.mix_group_size if mixes(config.augment) else 1
-    sizes = divisors(plan.rank_batch_size)
-    return [size for size in sizes if size % unit == 0 and size < plan.micro_batch_size]
+    return [
+        size
+        for size in divisors(plan.rank_batch_size)
+        if size % unit == 0 and size < plan.micro_batch_size
+    ]
 
 
 def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:

@@ -101,10 +101,10 @@ class Forecast:
     @property
     def image_s(self) -> float:
         """The seconds in which one GPU trains on one image, averaged over the run."""
-        starts = (0, *(stage.stop for stage in self.stages))
+        starts = (0, *(stage.stop for stage in self.stages[:-1]))
         total_s = sum(
             (stage.stop - start) * stage.image_s
-            for start, stage in zip(starts, self.stages, strict=False)
+            for start, stage in zip(starts, self.stages, strict=True)
         )
         return total_s / self.stages[-1].stop
 
@@ -203,7 +203,6 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
 
     disk = disk_needs(config, plan, data.num_classes)
     memory = step_memory(config, plan, data.num_classes)
-    largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory)
     return Forecast(
         gpu=gpu,
         num_gpus=num_gpus,
@@ -211,7 +210,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         plan=plan,
         data=data,
         memory=memory,
-        largest_micro_batch_size=largest,
+        largest_micro_batch_size=largest_micro_batch(config, plan, data.num_classes, gpu, memory),
         host_memory=_host_memory(config, plan, data, disk.checkpoint_bytes),
         disk=disk,
         speed=speed,

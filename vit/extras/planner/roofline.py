@@ -75,12 +75,11 @@ def forward_work(
     for part in frozen.values():
         frozen_modules.update(part.modules())
 
-    num_images = 0
+    batch_sizes: list[int] = []
     elements = Counter[str]()
 
     def count_images(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        nonlocal num_images
-        num_images = len(inputs[0])
+        batch_sizes.append(len(inputs[0]))
 
     def count_elements(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         elements["frozen" if module in frozen_modules else "trained"] += output.numel()
@@ -92,6 +91,7 @@ def forward_work(
     for handle in handles:
         handle.remove()
 
+    num_images = batch_sizes[-1]
     whole = _work(flops["Global"], elements.total() / num_images)
     # The backward pass skips these parts.
     parts = [flops.get(f"{type(model).__name__}.{name}", {}) for name in frozen]

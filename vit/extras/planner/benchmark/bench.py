@@ -205,10 +205,9 @@ def _too_large(subject: Subject) -> str:
 
 def _to_measure(subject: Subject, largest: int | None) -> list[int]:
     """Return the micro-batch sizes to measure: the config's, and the largest that fits."""
-    planned = subject.plan.micro_batch_size
     if largest is None or subject.wishes.micro_batch_size is not None:
-        return [planned]
-    return sorted({min(planned, largest), largest})
+        return [subject.plan.micro_batch_size]
+    return sorted({min(subject.plan.micro_batch_size, largest), largest})
 
 
 def _to_sweep(subject: Subject, rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -382,14 +381,13 @@ def _progress(subject: Subject, label: str, num_rows: int) -> Iterator[steps.OnS
     """Show a progress bar that counts images, once the total is known."""
     num_images = num_rows * subject.world.size
     with ExitStack() as stack:
-        meter: Meter | None = None
+        meters: list[Meter] = []  # empty until the first call
 
         def on_step(done: int, total: int) -> None:
-            nonlocal meter
-            if meter is None:
-                bar = Meter(label, total * num_images, "images", subject.world.is_main)
-                meter = stack.enter_context(bar)
-            meter.update(done * num_images)
+            if not meters:
+                meter = Meter(label, total * num_images, "images", subject.world.is_main)
+                meters.append(stack.enter_context(meter))
+            meters[0].update(done * num_images)
 
         yield on_step
 

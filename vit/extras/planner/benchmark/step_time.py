@@ -378,16 +378,15 @@ def time_loading(
         alone = _time_alone(loader, train_step.world, num_steps, seconds, on_batch)
 
     with _loader(config, data, train_step) as loader:
-        began_s = 0.0
+        waits_s: list[float] = []  # the wait before the first timed step
 
         def notice(done: int, total: int) -> None:
-            nonlocal began_s
             if done == 0:
-                began_s = loader.stats.wait_s
+                waits_s.append(loader.stats.wait_s)
             on_step(done, total)
 
         times = time_step(train_step, loader, num_steps=num_steps, seconds=seconds, on_step=notice)
-        waited_s = loader.stats.wait_s - began_s
+        waited_s = loader.stats.wait_s - waits_s[0]
 
     return {
         "num_workers": config.num_workers,

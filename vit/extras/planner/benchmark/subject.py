@@ -106,7 +106,6 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
     loadable = [
         size for size in sizes if data.assumed or _has_order(config, data, size * world.size)
     ]
-    precision = config.train.precision
 
     return Subject(
         config,
@@ -115,7 +114,8 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
         data=data,
         reader=reader_of(config),
         wishes=wishes,
-        peak=find_peak(world.device, precision) or measure_peak(world.device, precision),
+        peak=find_peak(world.device, config.train.precision)
+        or measure_peak(world.device, config.train.precision),
         sizes=sizes,
         loadable=loadable,
         in_use=device_memory.bytes_in_use(world.device),
@@ -173,8 +173,9 @@ def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: in
 
     rng = np.random.default_rng(position)
     noise = rng.integers(0, 256, (NOISE_ROWS, *batch.images.shape[1:]), dtype=np.uint8)
-    rows = torch.arange(num_rows) % NOISE_ROWS
-    torch.index_select(torch.from_numpy(noise), 0, rows, out=batch.images)
+    torch.index_select(
+        torch.from_numpy(noise), 0, torch.arange(num_rows) % NOISE_ROWS, out=batch.images
+    )
 
     ids = np.arange(num_rows) + position * num_rows
     keys = sample_keys(config.train.seed, 0, ids)

@@ -185,15 +185,19 @@ def _judge_repeats(
     """Yield whether all ranks with the same kernels got the same bits."""
     texts = differing(list(answers.values()), world.hosts)
     if not texts:
-        text = f"the same step {REPEATS} times on each rank gave the same bits"
-        yield Finding("repeat", Verdict.OK, text)
+        yield Finding(
+            "repeat", Verdict.OK, f"the same step {REPEATS} times on each rank gave the same bits"
+        )
         return
 
     # Without these settings, kernels on GPUs may add in any order.
     is_exact = config.train.deterministic or config.train.exact_over_ranks
     verdict = Verdict.FAIL if is_exact or world.device.type == "cpu" else Verdict.NOTE
-    remedy = "the host may be faulty: repeat the check, or exclude it"
-    yield Finding("repeat", verdict, "\n".join([*few(texts), remedy]))
+    yield Finding(
+        "repeat",
+        verdict,
+        "\n".join([*few(texts), "the host may be faulty: repeat the check, or exclude it"]),
+    )
 
 
 def _print(config: Config, world: World, parts: CheckStages, began_s: float) -> None:

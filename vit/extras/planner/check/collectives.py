@@ -248,5 +248,4 @@ def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterato
             )
 
     if lines:
-        verdict = Verdict.NOTE if notes else Verdict.OK
-        yield Finding("pairs", verdict, "\n".join([*lines, *notes]))
+        yield Finding("pairs", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))

@@ -73,8 +73,7 @@ def create_step(world: World) -> tuple[TrainStep, Batch]:
     objective = Objective(create_loss(config.loss, None, world.device))
     step = create_train_step(config, plan, NUM_CLASSES, model, alone, objective)
     step.model.train()
-    batch = _noise(config, plan.micro_batch_size).to(world.device)
-    return step, step.augment.change_batch(batch)
+    return step, step.augment.change_batch(_noise(config, plan.micro_batch_size).to(world.device))
 
 
 def _noise(config: Config, rows: int) -> Batch:
@@ -107,7 +106,7 @@ def differing(answers: Sequence[dict[str, Any]], hosts: Sequence[str]) -> list[s
                 counts.update(each["hashes"])
         [(most, _)] = counts.most_common(1)
 
-        place = f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}"
+        place = f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}"
         lines += [
             f"{place}: {value[:12]}, but most repetitions of this step gave {most[:12]}"
             for value in answer["hashes"]
