@@ -158,14 +158,14 @@ def _map_length(reading: Reading) -> Findings:
     steps = reading.args.get("total_steps")
     if steps:
         yield same("total_steps", {"train.steps": steps})
-        return
-
-    epochs = reading.args["total_epochs"]
-    yield differs(
-        "total_epochs",
-        f"big_vision rounds {epochs} epochs to steps; this project drops the last partial batch",
-        {"train.epochs": epochs},
-    )
+    else:
+        epochs = reading.args["total_epochs"]
+        yield differs(
+            "total_epochs",
+            f"big_vision rounds {epochs} epochs to steps; this project drops the last partial"
+            " batch",
+            {"train.epochs": epochs},
+        )
 
 
 def _map_split(reading: Reading) -> Findings:
@@ -194,9 +194,11 @@ def _map_model(reading: Reading) -> Findings:
     if size not in _NAMES or not patch:
         raise ValueError(f"config.model.variant = {variant!r}: expected a value such as B/16")
 
-    names = reading.present("model_name model.variant")
     # flax.linen.gelu is the tanh approximation.
-    yield same(names, {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"})
+    yield same(
+        reading.present("model_name model.variant"),
+        {"model.name": f"vit_{_NAMES[size]}{patch}", "model.mlp_layer": "mlp_tanh"},
+    )
 
 
 def _map_head(reading: Reading) -> Findings:

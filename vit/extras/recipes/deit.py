@@ -284,8 +284,7 @@ def _map_image_size(reading: Reading) -> Findings:
     used = size // patch * patch
     settings = {"model.image_size": used}
     text = f"DeiT uses only {used} of {size} px, because patches have {patch} px: set to {used} px"
-    is_same = used == size
-    yield same("input_size", settings) if is_same else differs("input_size", text, settings)
+    yield same("input_size", settings) if used == size else differs("input_size", text, settings)
 
 
 def _map_drop_path(reading: Reading) -> Findings:
@@ -335,8 +334,10 @@ def _map_teacher(reading: Reading) -> Findings:
     path = args["teacher_path"]
     if kind == "none":
         yield same("distillation_type")
-        names = "teacher_model teacher_path distillation_alpha distillation_tau"
-        yield inert(names, "the recipe has no teacher")
+        yield inert(
+            "teacher_model teacher_path distillation_alpha distillation_tau",
+            "the recipe has no teacher",
+        )
         return
 
     is_valid = kind in ("hard", "soft") and path and 0 < alpha < 1
@@ -371,8 +372,12 @@ def _map_teacher(reading: Reading) -> Findings:
         )
     yield same("distillation_alpha", weights)._replace(comments=comments)
 
-    tau = {"distill.temperature": args["distillation_tau"]}
-    yield same_if_used(kind == "soft", "distillation_tau", tau, "only for soft distillation")
+    yield same_if_used(
+        kind == "soft",
+        "distillation_tau",
+        {"distill.temperature": args["distillation_tau"]},
+        "only for soft distillation",
+    )
 
 
 def _map_three_augment(reading: Reading) -> Findings:
@@ -381,8 +386,10 @@ def _map_three_augment(reading: Reading) -> Findings:
     if args["ThreeAugment"]:
         yield same("ThreeAugment", {"augment.auto_augment": "three_augment"})
         yield same("src", {"augment.crop": "simple"} if args["src"] else {})
-        names = "aa reprob remode recount resplit train_interpolation"
-        yield inert(names, "ThreeAugment replaces these transforms")
+        yield inert(
+            "aa reprob remode recount resplit train_interpolation",
+            "ThreeAugment replaces these transforms",
+        )
     else:
         yield same("ThreeAugment")
         yield same_if_used(not args["src"], "src", {}, "only with --ThreeAugment")
@@ -415,10 +422,9 @@ def _map_loss(reading: Reading) -> Findings:
 
 
 def _map_optimizer(reading: Reading) -> Findings:
-    args = reading.args
-    lr = args["lr"]
+    lr = reading.args["lr"]
     formula = ""
-    if not args["unscale_lr"]:
+    if not reading.args["unscale_lr"]:
         batch = reading.settings["data.global_batch_size"]
         formula = f"{lr:g} x {batch} / 512"
         lr *= batch / 512

@@ -167,8 +167,9 @@ def _map_loss(reading: Reading) -> Findings:
 
 
 def _map_betas(reading: Reading) -> Findings:
-    betas = [reading.args["adam_b1"], reading.args["adam_b2"]]
-    yield same("adam_b1 adam_b2", {"optim.betas": betas})
+    yield same(
+        "adam_b1 adam_b2", {"optim.betas": [reading.args["adam_b1"], reading.args["adam_b2"]]}
+    )
 
 
 def _map_schedule(reading: Reading) -> Findings:

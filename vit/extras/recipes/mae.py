@@ -101,8 +101,9 @@ def _map_rest(reading: Reading) -> Findings:
 
 def _map_image_size(reading: Reading) -> Findings:
     size = reading.args["input_size"]
-    view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
-    yield same("input_size", view)
+    yield same(
+        "input_size", {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
+    )
 
 
 def _map_start(reading: Reading) -> Findings:
@@ -117,8 +118,9 @@ def _map_rate(reading: Reading) -> Findings:
 
     if args["lr"] is None:
         batch = reading.settings["data.global_batch_size"]
-        lr = {"optim.lr": args["blr"] * batch / 256}
-        yield same("lr blr", lr, f"{args['blr']:g} x {batch} / 256")
+        yield same(
+            "lr blr", {"optim.lr": args["blr"] * batch / 256}, f"{args['blr']:g} x {batch} / 256"
+        )
     else:
         yield same("lr", {"optim.lr": args["lr"]})
         yield inert("blr", "--lr is stated")

@@ -5,7 +5,6 @@ images as ImageNet-1k, unless the number of images is given.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,19 +85,20 @@ def curves_of(config: Config, num_images: int) -> Curves:
     rate = our_rate(flat(to_dict(config)), per_epoch)
 
     final = config.schedule.final_weight_decay
-    decay = partial(
-        weight_decay_at,
-        first=config.optim.weight_decay,
-        final=config.optim.weight_decay if final is None else final,
-        total_steps=round(epochs * per_epoch),
-    )
-
     times = [epochs * n / POINTS for n in range(POINTS)]
     runs = read_reference(config.eval.reference).runs if config.eval.reference else []
     return Curves(
         times,
         rates=[rate(time) for time in times],
-        decays=[decay(int(time * per_epoch)) for time in times],
+        decays=[
+            weight_decay_at(
+                int(time * per_epoch),
+                first=config.optim.weight_decay,
+                final=config.optim.weight_decay if final is None else final,
+                total_steps=round(epochs * per_epoch),
+            )
+            for time in times
+        ],
         reference=[(list(epochs * run["share"]), list(run["top1"])) for run in runs],
     )
 

@@ -108,8 +108,8 @@ class PythonConfig:
         function = self.names.get(name)
         if not isinstance(function, _Function):
             raise ValueError(f"{self.source}: the config has no function {name}()")
-        node = function.node
-        return self._apply(function, list(arguments[: len(node.args.args)]), {}, node)
+        num_parameters = len(function.node.args.args)
+        return self._apply(function, list(arguments[:num_parameters]), {}, function.node)
 
     # ---- statements ------------------------------------------------------------------------------
 

@@ -222,10 +222,9 @@ def map_repeats(reading: Reading, names: str, repeats: int, text: str) -> Findin
     """
     if repeats < 2:
         yield same(names)
-        return
-
-    settings = {"order.aug_repeats": repeats, "order.aug_repeats_form": "sampler"}
-    yield same_if_used(reading.is_distributed, names, settings, text)
+    else:
+        settings = {"order.aug_repeats": repeats, "order.aug_repeats_form": "sampler"}
+        yield same_if_used(reading.is_distributed, names, settings, text)
 
 
 def train_interpolation(theirs: str, text: str) -> Mapped:
@@ -248,8 +247,12 @@ def map_mixing(reading: Reading) -> Findings:
 
     yield same("mixup_prob", {"augment.mix_prob": args["mixup_prob"]})
     has_both = args["mixup"] > 0 and args["cutmix"] > 0
-    switch = {"augment.cutmix_switch_prob": args["mixup_switch_prob"]}
-    yield same_if_used(has_both, "mixup_switch_prob", switch, "only one of MixUp and CutMix is on")
+    yield same_if_used(
+        has_both,
+        "mixup_switch_prob",
+        {"augment.cutmix_switch_prob": args["mixup_switch_prob"]},
+        "only one of MixUp and CutMix is on",
+    )
 
     settings = {"augment.mixup_mode": args["mixup_mode"]}
     if args["mixup_mode"] == "batch":
@@ -302,8 +305,9 @@ def map_optimizer(reading: Reading, lr: float, formula: str, lr_names: str) -> F
         yield same("opt_eps")
     else:
         yield cannot("opt_eps", "Adafactor's epsilon: replaced by its default")
-    momentum = {"optim.momentum": args["momentum"]}
-    yield same_if_used("momentum" in fields, "momentum", momentum, f"{name} uses betas")
+    yield same_if_used(
+        "momentum" in fields, "momentum", {"optim.momentum": args["momentum"]}, f"{name} uses betas"
+    )
 
     yield same(lr_names, {"optim.lr": lr}, formula)
     yield same("weight_decay", {"optim.weight_decay": args["weight_decay"] or 0.0})
@@ -393,8 +397,7 @@ def map_clipping(reading: Reading) -> Findings:
 def map_average(reading: Reading) -> Findings:
     """Map `--model-ema-decay`."""
     decay = {"ema.decay": reading.args["model_ema_decay"]}
-    is_used = reading.args["model_ema"]
-    yield same_if_used(is_used, "model_ema_decay", decay, "the average is off")
+    yield same_if_used(reading.args["model_ema"], "model_ema_decay", decay, "the average is off")
 
 
 def crop_pct_for(crop: int, resized: int) -> float | None:

@@ -65,8 +65,9 @@ def _map_initial_weights(reading: Reading) -> Findings:
             yield initial_weights(reading, "", "timm")
     elif scale == 0 and is_ours:
         yield same("head_init_scale")  # Without `model.weight_init`, the head starts at 0.
-        theirs = "torch's convolution default for patches, and a head of zeros"
-        yield initial_weights(reading, theirs)
+        yield initial_weights(
+            reading, "torch's convolution default for patches, and a head of zeros"
+        )
     else:
         yield cannot("head_init_scale", f"initial weights of the head times {scale:g}")
 
@@ -167,8 +168,11 @@ def _map_view(reading: Reading) -> Findings:
     """Map `--crop-pct`, `--mean` and `--std`, which default to those of the model's weights."""
     args = reading.args
     published = _published(_model_name(reading))
-    crop = {"eval.crop_pct": args["crop_pct"] or published.crop_pct or 0.875}
-    yield same("crop_pct", crop, "" if args["crop_pct"] else "the model's")
+    yield same(
+        "crop_pct",
+        {"eval.crop_pct": args["crop_pct"] or published.crop_pct or 0.875},
+        "" if args["crop_pct"] else "the model's",
+    )
 
     channels = reading.settings.get("model.in_chans", 3)
     for key in ("mean", "std"):
@@ -210,8 +214,14 @@ def _map_weights(reading: Reading) -> Findings:
 def _map_no_augmentation(reading: Reading) -> Findings:
     """Map `--no-aug`. A crop scale of 1 and an aspect ratio of 1 select the central square."""
     if reading.args["no_aug"]:
-        window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
-        yield same("no_aug", {**window, "augment.hflip_prob": 0.0})
+        yield same(
+            "no_aug",
+            {
+                "augment.crop_scale": [1.0, 1.0],
+                "augment.crop_ratio": [1.0, 1.0],
+                "augment.hflip_prob": 0.0,
+            },
+        )
         names = "train_crop_mode scale ratio hflip aa color_jitter color_jitter_prob reprob remode"
         yield inert(f"{names} recount resplit", "--no-aug")
     else:
@@ -286,8 +296,14 @@ def _map_loss(reading: Reading) -> Findings:
             names, "with this threshold, smoothing makes all targets 1: replaced by cross-entropy"
         )
     else:
-        bce = {"loss.name": "bce", "loss.bce_sum": args["bce_sum"]}
-        yield same(names, {**bce, "loss.bce_target_thresh": threshold})
+        yield same(
+            names,
+            {
+                "loss.name": "bce",
+                "loss.bce_sum": args["bce_sum"],
+                "loss.bce_target_thresh": threshold,
+            },
+        )
 
 
 def _map_optimizer(reading: Reading) -> Findings:
@@ -362,14 +378,17 @@ def _map_token_targets(reading: Reading) -> Findings:
     kind = args["kd_token_distill_type"]
     yield same("kd_distill_type")
     yield same("kd_token_distill_type", {"distill.distill_type": kind})
-    temperature = {"distill.temperature": args["kd_temperature"]}
-    yield same_if_used(kind != "hard", "kd_temperature", temperature, "only for soft distillation")
+    yield same_if_used(
+        kind != "hard",
+        "kd_temperature",
+        {"distill.temperature": args["kd_temperature"]},
+        "only for soft distillation",
+    )
 
 
 def _map_logit_targets(reading: Reading) -> Findings:
     """Map `--kd-distill-type logit` and others, which are soft distillation."""
-    args = reading.args
-    if args["kd_distill_type"] == "logit" and "model.dist_token" in reading.settings:
+    if reading.args["kd_distill_type"] == "logit" and "model.dist_token" in reading.settings:
         yield differs(
             "kd_distill_type",
             "timm trains the mean of both heads on both targets, this project each head on one",
@@ -378,7 +397,7 @@ def _map_logit_targets(reading: Reading) -> Findings:
         yield same("kd_distill_type")
     yield implied({"distill.distill_type": "soft"})
     yield inert("kd_token_distill_type", "only for --kd-distill-type token")
-    yield same("kd_temperature", {"distill.temperature": args["kd_temperature"]})
+    yield same("kd_temperature", {"distill.temperature": reading.args["kd_temperature"]})
 
 
 def _loss_weights(of_task: float | None, of_teacher: float | None) -> Settings:
@@ -408,8 +427,11 @@ def _map_length(reading: Reading) -> Findings:
         parts.insert(0, f"{prefix} of warm-up")
     if cooldown:
         parts.append(f"{cooldown} of cool-down")
-    length = {"train.epochs": prefix + epochs + cooldown}
-    yield same("epochs warmup_prefix", length, " + ".join(parts) if len(parts) > 1 else "")
+    yield same(
+        "epochs warmup_prefix",
+        {"train.epochs": prefix + epochs + cooldown},
+        " + ".join(parts) if len(parts) > 1 else "",
+    )
 
 
 def _map_schedule(reading: Reading) -> Findings:
@@ -434,8 +456,9 @@ def _map_schedule(reading: Reading) -> Findings:
         kept = ("interval", "warmup_epochs", "warmup_lr") if has_warmup else ()
         ours = {f"schedule.{key}": settings[f"schedule.{key}"] for key in kept}
         yield same(names, {"schedule.name": "constant", **ours})
-        unused = f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs"
-        yield inert(unused, "the rate is constant")
+        yield inert(
+            f"{of_step} lr_k_decay decay_epochs lr_decay_fn cooldown_epochs", "the rate is constant"
+        )
     else:
         yield from _map_cosine(reading, names, settings, f"decay_epochs lr_decay_fn {of_step}")
 
@@ -460,8 +483,12 @@ def _map_cosine(reading: Reading, names: str, settings: Mapping[str, Any], unuse
         unused += " cooldown_epochs"
 
     if kind == "step":
-        lr = reading.settings["optim.lr"]
-        at_end = timm_step(lr, args["epochs"] - 0.5, args["decay_epochs"] or 90, args["decay_rate"])
+        at_end = timm_step(
+            reading.settings["optim.lr"],
+            args["epochs"] - 0.5,
+            args["decay_epochs"] or 90,
+            args["decay_rate"],
+        )
         note = f"; timm's ends at {at_end:.2g}"
 
     yield from map_schedule(

@@ -259,13 +259,12 @@ def _map_average(reading: Reading) -> Findings:
     share = (1 - args["model_ema_decay"]) * batch * steps / args["epochs"]
     if share >= 1:
         yield cannot(names, "a decay of 0, which makes the average equal to the weights")
-        return
-
-    settings = {"ema.decay": 1 - share, "ema.every_steps": steps}
-    if args["lr_warmup_epochs"]:
-        settings["ema.after_epochs"] = args["lr_warmup_epochs"]
-    formula = f"1 - {1 - args['model_ema_decay']:.5g} x {batch} x {steps} / {args['epochs']}"
-    yield same(names, settings, formula)
+    else:
+        settings = {"ema.decay": 1 - share, "ema.every_steps": steps}
+        if args["lr_warmup_epochs"]:
+            settings["ema.after_epochs"] = args["lr_warmup_epochs"]
+        formula = f"1 - {1 - args['model_ema_decay']:.5g} x {batch} x {steps} / {args['epochs']}"
+        yield same(names, settings, formula)
 
 
 def _map_weights(reading: Reading) -> Findings:
