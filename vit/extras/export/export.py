@@ -191,8 +191,9 @@ def _fill(program: str, subject: ProgramModel, origin: Origin, folder: Path) -> 
     for picture in origin.pictures:
         shutil.copyfile(picture, folder / picture.name)
 
-    card = model_card(program, subject, origin, hashes)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(
+        model_card(program, subject, origin, hashes), encoding="utf-8"
+    )
 
     for file in folder.iterdir():
         flush(file)

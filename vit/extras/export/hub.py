@@ -91,8 +91,9 @@ def check_repository(name: str) -> None:
 
 def write_app(folder: Path, subject: ProgramModel, title: str) -> None:
     """Write app.py and requirements.txt."""
-    app = with_photo(APP, subject, "path").replace("<TITLE>", repr(title))
-    (folder / "app.py").write_text(app, encoding="utf-8")
+    (folder / "app.py").write_text(
+        with_photo(APP, subject, "path").replace("<TITLE>", repr(title)), encoding="utf-8"
+    )
     (folder / "requirements.txt").write_text("gradio\ntimm\n", encoding="utf-8")
 
 

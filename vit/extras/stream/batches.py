@@ -125,13 +125,14 @@ class StreamReader:
         assert settings.urls is not None, "the feature is on"
         assert settings.num_samples is not None, "the schema requires it"
 
-        names = val_split.class_names
         stream = open_stream(
             resolve(settings.urls),
             num_samples=settings.num_samples,
             num_classes=max(val_split.num_classes, num_classes or 0),
-            class_names=names,
-            layout=SampleLayout(settings.image, settings.label, class_names=tuple(names)),
+            class_names=val_split.class_names,
+            layout=SampleLayout(
+                settings.image, settings.label, class_names=tuple(val_split.class_names)
+            ),
             retry=RetryPolicy(config.loader.patience_s),
         )
 
