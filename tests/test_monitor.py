@@ -56,6 +56,12 @@ class Slow(Batches):
         return ()
 
 
+needs_two_cores = pytest.mark.skipif(
+    num_cores() < 2, reason="on one core, the remedy for a slow loader is more cores"
+)
+
+
+@needs_two_cores
 @pytest.mark.parametrize(
     ("computing_s", "num_steps", "is_told"),
     [(0.0, ADVICE_STEPS + 1, True), (0.0, ADVICE_STEPS - 1, False), (0.6, ADVICE_STEPS + 1, False)],
@@ -216,6 +222,7 @@ def test_waits_of_all_ranks_are_summed_up():
     assert not sum_up(0.5, np.array([0.5])).is_uneven
 
 
+@needs_two_cores
 @pytest.mark.parametrize("num_workers", [0, 1000])
 @pytest.mark.parametrize("max_s", [1.0, 3.0])
 @pytest.mark.parametrize(

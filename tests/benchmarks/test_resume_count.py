@@ -135,4 +135,4 @@ def test_a_script_has_at_most_60_lines(monkeypatch):
     rows = importlib.import_module("rows")
     for script in {contestant.script for contestant in rows.CONTESTANTS.values()}:
         text = (REPOSITORY / "benchmarks" / "resume" / f"{script}.py").read_text()
-        assert len(text.splitlines()) <= 60, script
+        assert len([line for line in text.splitlines() if line.strip()]) <= 60, script

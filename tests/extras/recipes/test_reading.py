@@ -120,6 +120,7 @@ tree.made = sw.helper(1).field
         "x = ().__class__",
         "x = [c for c in (1, 2)]",
         "x = '{0.__class__}'.format(1)",
+        "x = '{} {}'.format(1)",
         "x = '%1000000000d' % 1",
         "x = 'a' * 10**9",
         "x = 'a' * 100000\nx = x * 100000",

@@ -29,7 +29,6 @@ from vit.distributed.exact.by_sample import draw_by_sample
 from vit.distributed.exact.tree_sum import held_bytes
 from vit.distributed.process_group import World
 from vit.extras.planner.device_memory import LiveBytes
-from vit.layers.image_model import ImageModel
 from vit.optim.optimizer import create_optimizer
 from vit.start.compiling import checkpoint_activations
 from vit.step import TrainStep
@@ -174,7 +173,7 @@ def _create_step(
     config: Config,
     plan: Plan,
     num_classes: int,
-    model: ImageModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     objective: Objective,
 ) -> TrainStep:

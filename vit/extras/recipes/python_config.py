@@ -365,7 +365,7 @@ def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
     numbers = iter(range(len(arguments)))
 
     def field(match: re.Match[str]) -> str:
-        name = match["name"] or str(next(numbers))
+        name = match["name"] or str(next(numbers, len(arguments)))
         return str(arguments[int(name)] if name.isdigit() else named[name])
 
     filled = re.sub(r"\{(?P<name>\w*)\}", field, text)
