@@ -164,9 +164,10 @@ def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Buil
     by_class, outside = _by_class(tree.file, sorted(tree.images("", Ignored())))
     builder.classes(CLASS_NAMES)
     file = builder.file(tree.file)
+    share_of_split = dict(zip(SPLITS[: len(fractions)], fractions, strict=True))
     for label, (name, (folder, paths)) in enumerate(by_class.items()):
         keys = unique_keys([f"{name}/{'/'.join(_below(path, folder))}" for path in paths])
-        shares = split_by_hash(keys, dict(zip(SPLITS, fractions, strict=False)), split_seed)
+        shares = split_by_hash(keys, share_of_split, split_seed)
         add_images(builder, file, label, tree, "", dict(zip(keys, paths, strict=True)), shares)
 
     builder.report_held_out("val", fractions[1], "--fractions with {} for val")
@@ -183,13 +184,15 @@ def _note_differences(
 ) -> None:
     """Print and record the differences between the source `name` and Kaggle's zip."""
     if counts != OFFICIAL:
-        total = f"{sum(counts.values()):,} images, Kaggle's zip has {sum(OFFICIAL.values()):,}"
         differences = [
             f"{animal} {count:,} of {OFFICIAL[animal]:,}"
             for animal, count in counts.items()
             if count != OFFICIAL[animal]
         ]
-        builder.report(f"{name}: {total}: {', '.join(differences)}")
+        builder.report(
+            f"{name}: {sum(counts.values()):,} images, Kaggle's zip has"
+            f" {sum(OFFICIAL.values()):,}: {', '.join(differences)}"
+        )
 
     if outside:
         builder.report(  # _info.json records this text, so rewording it changes the output.

@@ -36,6 +36,12 @@ WHITE = 16
 """The maximum pixel value of an original."""
 DIGIT_HEIGHT = 8
 """The typical height of a digit in an original, in pixels."""
+MAX_ANGLE = 8
+"""The maximum rotation of a digit, in degrees."""
+HEIGHTS = (0.74, 0.86)
+"""The minimum and maximum height of a rendered digit, as a fraction of the image's side."""
+MAX_SHIFT = 0.04
+"""The maximum distance of a digit from the center on an axis, as a fraction of the image's side."""
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -77,7 +83,8 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
     image."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
-    u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+    u = x * np.cos(angle) + y * np.sin(angle)
+    v = y * np.cos(angle) - x * np.sin(angle)
     if kind == "gradient":
         return np.clip(u + 0.5, 0, 1)
     if kind == "noise":
@@ -112,19 +119,22 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     side = len(image)
     padded = np.pad(image, side // 2)  # Keep the rotated digit inside the image.
 
-    angle = np.radians(uniform.between(-8, 8))
-    # The number of padded pixels per output pixel. The digit fills a random 74 to 86 % of the
-    # output's height.
-    scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
+    angle = np.radians(uniform.between(-MAX_ANGLE, MAX_ANGLE))
+    # The number of padded pixels per output pixel.
+    scale = DIGIT_HEIGHT / (uniform.between(*HEIGHTS) * size)
     cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
-    shift = 0.04 * size
-    cx, cy = (size / 2 + uniform.between(-shift, shift) for _ in range(2))
-    # Maps the center (cx, cy) of the output to the center (side, side) of the padded digit.
+    shift = MAX_SHIFT * size
+    cx = size / 2 + uniform.between(-shift, shift)
+    cy = size / 2 + uniform.between(-shift, shift)
+
+    # Pillow maps each pixel (x, y) of the output to a place in the padded digit: x_digit = a * x +
+    # b * y + c, y_digit = d * x + e * y + f. The center (cx, cy) becomes the center (side, side).
     affine = (cos, sin, side - cos * cx - sin * cy, -sin, cos, side + sin * cx - cos * cy)
     smooth = Image.fromarray(padded.astype(np.float32)).transform(
         (size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
     )
 
+    # Smoothstep: below 0.25 the digit is transparent, above 0.65 opaque, between a smooth ramp.
     edge = np.clip((np.asarray(smooth, np.float64) - 0.25) / 0.4, 0, 1)
     return edge * edge * (3 - 2 * edge)
 

@@ -24,12 +24,10 @@ same shards as its unpacked folder. A .tar.gz is first decompressed next to the 
 fetches the archive into FOLDER and resumes after a lost connection.
 """
 
-import argparse
 import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ import numpy as np
 from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import PrepError, counted, require, share_to_allow
 from data_prep.read.archives import inflate_tar, is_compressed_tar
-from data_prep.read.class_tree import TableTree, Tree, add_images, open_tree, split_by_hash
+from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import ARCHIVE_FLAGS, fetched
 from data_prep.read.folder_layout import LAYOUTS, Layout, read_layout
 from data_prep.read.image_tree import Ignored, unique_keys
@@ -336,33 +334,25 @@ def _add_split(
     if "" not in labels:
         tree.count_stray(ignored)
 
-    is_table = isinstance(tree, TableTree)
-    for classes in _classes_with_common_keys(labels):
-        images_of: dict[str, list[str]] = {}
-        images_with_class: list[str] = []
-        for name in classes:
-            images_of[name] = list(tree.images(name, ignored))
-            folder = f"{name}/"
-            # Paths in a list of labels may begin with the class. Paths in a class folder do not
-            # contain the class.
-            images_with_class += [
-                image if is_table and image.startswith(folder) else (folder + image).lstrip("/")
-                for image in images_of[name]
-            ]
+    for group in _classes_with_common_keys(labels):
+        images: list[tuple[str, str]] = []  # (class, path) of all images in these classes
+        for name in group:
+            images += [(name, path) for path in tree.images(name, ignored)]
+        keys = unique_keys([tree.path_with_class(name, path) for name, path in images])
 
-        # Choose the keys of all these classes together, and return them to the classes in the same
-        # order.
-        keys = iter(unique_keys(images_with_class))
-        for name, images in images_of.items():
-            image_of_key = dict(zip(islice(keys, len(images)), images, strict=True))
+        path_of_key: dict[str, dict[str, str]] = {name: {} for name in group}
+        for key, (name, path) in zip(keys, images, strict=True):
+            path_of_key[name][key] = path
+
+        for name, paths in path_of_key.items():
             add_images(
                 builder,
                 builder.file(tree.file_of(name)),
                 labels[name],
                 tree,
                 folder=name,
-                paths=image_of_key,
-                shares=split_by_hash(list(image_of_key), fractions),
+                paths=paths,
+                shares=split_by_hash(list(paths), fractions),
             )
 
 
@@ -379,19 +369,6 @@ def _classes_with_common_keys(names: Iterable[str]) -> list[list[str]]:
 
 
 # ---- the command ---------------------------------------------------------------------------------
-
-
-def _source(args: argparse.Namespace) -> Source:
-    return source(
-        fetched(args),
-        val_fraction=args.val_fraction,
-        class_order=args.class_order,
-        label_column=args.label_column,
-        no_classes=args.no_classes,
-        max_unreadable=args.max_unreadable,
-        out=Path(args.out).resolve(),
-        layout=args.layout,
-    )
 
 
 main = source_command(
@@ -427,7 +404,16 @@ main = source_command(
         },
         **ARCHIVE_FLAGS,
     },
-    _source,
+    lambda args: source(
+        fetched(args),
+        val_fraction=args.val_fraction,
+        class_order=args.class_order,
+        label_column=args.label_column,
+        no_classes=args.no_classes,
+        max_unreadable=args.max_unreadable,
+        out=Path(args.out).resolve(),
+        layout=args.layout,
+    ),
     apply_exif=True,
 )
 

@@ -19,10 +19,11 @@ image names, so all layouts produce the same shards. The counts must match those
 import argparse
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,20 +78,29 @@ Faults = defaultdict[str, list[str]]
 """Maps faults to image names. "unknown" lists WNIDs, and "ignored" lists files of other types."""
 
 
+class ValidImages(NamedTuple):
+    """The valid images of a batch: their rows there, keys and labels, in the same order."""
+
+    rows: list[int]
+    keys: list[str]
+    labels: list[int]
+
+
 def _take(
     images: ImageNetImages,
     split: str,
     label_of: Mapping[str, int],
     labels: Mapping[str, str],
     faults: Faults,
-) -> Iterator[tuple[int, str, int]]:
-    """Yield (row, key, label) for each valid image in a batch, and add all others to `faults`.
+) -> ValidImages:
+    """Return the valid images in a batch, and add all others to `faults`.
 
     Args:
         label_of: Maps the WNIDs of the classes to labels.
         labels: Maps the names of validation images to WNIDs.
     """
     training = split == "train"
+    valid = ValidImages([], [], [])
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
         if match is None or bool(match["training_wnid"]) != training:
@@ -113,13 +123,17 @@ def _take(
         elif wnid not in label_of:
             faults["unknown"].append(wnid)
         else:
-            yield row, key, label_of[wnid]
+            valid.rows.append(row)
+            valid.keys.append(key)
+            valid.labels.append(label_of[wnid])
+
+    return valid
 
 
 def _add_split(
     builder: Builder, layout: ImageNetLayout, label_of: Mapping[str, int], labels: Mapping[str, str]
 ) -> Faults:
-    """Add the images of a split to the catalog."""
+    """Add the valid images of a split to the catalog. Return the faults of all others."""
     faults = Faults(list)
     files = dict[Path, int]()
     done = 0
@@ -128,17 +142,16 @@ def _add_split(
             if images.file not in files:
                 files[images.file] = builder.file(images.file)
 
-            valid = list(_take(images, layout.split, label_of, labels, faults))
-            if valid:
-                rows, keys, numbers = (list(column) for column in zip(*valid, strict=True))
+            valid = _take(images, layout.split, label_of, labels, faults)
+            if valid.rows:
                 builder.add(
                     layout.split,
                     files[images.file],
-                    [images.names[row] for row in rows],
-                    numbers,
-                    images.offsets[rows],
-                    images.sizes[rows],
-                    keys,
+                    [images.names[row] for row in valid.rows],
+                    valid.labels,
+                    images.offsets[valid.rows],
+                    images.sizes[valid.rows],
+                    valid.keys,
                 )
 
             done += len(images.names)
@@ -183,11 +196,9 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
 
     gaps = [layout.lacking for layout in search.layouts if layout.lacking]
     if len(class_names) != NUM_CLASSES:
-        missing = few(sorted(all_wnids - set(class_names)))
-        gaps.append(
-            f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
-            f"{f'; missing: {missing}' if missing else ''}"
-        )
+        gap = f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
+        missing = sorted(all_wnids.difference(class_names))
+        gaps.append(f"{gap}; missing: {few(missing)}" if missing else gap)
 
     errors: list[str] = []
     for layout in search.layouts:
@@ -203,9 +214,8 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
             "\nadd the missing files (--md5 checks the archives), or use --partial to accept the"
             " source"
         )
-        raise PrepError(
-            f"this source is not ImageNet-1k:\n  {NEXT_LINE.join(problems)}{'' if errors else hint}"
-        )
+        text = f"this source is not ImageNet-1k:\n  {NEXT_LINE.join(problems)}"
+        raise PrepError(text if errors else text + hint)
 
     if len(class_names) < NUM_CLASSES:
         gaps.append(  # _info.json records this text, so rewording it changes the output.

@@ -27,8 +27,8 @@ address. On the web, name the shards with braces, as in webdataset, unless the f
 the last shard it read. Until all shards are read, `<shard>.rows.npy` stores a shard's index rows.
 """
 
-import argparse
 from collections import Counter, defaultdict
+from itertools import chain
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -59,9 +59,8 @@ from data_prep.write.index_records import (
 from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output
 from data_prep.write.plan import Settings, allowed_unreadable
-from data_prep.write.writer import write_quarantine
+from data_prep.write.writer import write_indexes, write_quarantine
 from vit.data.shards import info_file
-from vit.data.shards.index_file import save_index
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import describe_ignored
 from vit.system.files import remove_leftovers
@@ -89,9 +88,9 @@ def index(
     """
     source, names = locate(roots)
     output = choose_output(source, out)
-    given_info, own_info = read_infos(source, output, names is not None)
-    splits = _choose_splits(source, names, given_info, split)
-    if own_info is not None and tars_by_split(own_info) != splits:
+    infos = read_infos(source, output, names is not None)
+    splits = _choose_splits(source, names, infos.given, split)
+    if infos.own is not None and tars_by_split(infos.own) != splits:
         raise PrepError(
             f"{output}: its _info.json lists different shards from those given: move _info.json"
             " away, or choose another --out"
@@ -104,36 +103,35 @@ def index(
     check_present(source, tars)
 
     first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
-    recorded_info = own_info or given_info
+    recorded_info = infos.own or infos.given
     layout, class_names = choose_layout(
-        flags, recorded_info, str(output if own_info else source), first_tar
+        flags, recorded_info, str(output if infos.own else source), first_tar
     )
 
-    indexed = _index_shards(source, output, split_of_tar, layout, own_info, workers)
+    indexed = _index_shards(source, output, split_of_tar, layout, infos.own, workers)
     sidecars = {name: indexed[name].sidecar for name in tars}
-    entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
-    invalid = [each for each in entries if "tar_offset" in each]  # Our writer adds no offsets.
+    quarantined = list(chain(*(each.get("quarantined", ()) for each in sidecars.values())))
+    invalid = [each for each in quarantined if "tar_offset" in each]  # Our writer adds no offsets.
     _refuse_invalid(sidecars, invalid, max_unreadable)
-    for existing in filter(None, (given_info, own_info)):
+    for existing in filter(None, (infos.given, infos.own)):
         compare_shards(output, existing, indexed)
     classes = choose_classes(recorded_info, class_names, indexed)
 
-    _write_split_indexes(output, splits, indexed)
-    write_quarantine(output, entries)
-    info = own_info
+    write_indexes(output, splits, {name: each.rows for name, each in indexed.items()})
+    for name, filenames in splits.items():
+        num_samples = sum(len(indexed[filename].rows) for filename in filenames)
+        print(f"{name}: {num_samples:,} samples in {len(filenames)} shards")
+    write_quarantine(output, quarantined)
+    info = infos.own
     if info is None:
-        extra: dict[str, Any] = {} if output is source else {"shards_at": bare(str(source))}
-        if entries:
-            extra["quarantined"] = len(entries)
-        info = info_file.make_info(
-            splits, sidecars, source="index", options=layout.options(), **classes, **extra
-        )
+        extra = {} if output is source else {"shards_at": bare(str(source))}
+        info = _new_info(splits, sidecars, layout, classes | extra, len(quarantined))
         output.write_json("_info.json", info)
     _clean(output, tars, is_ours=output is not source)
     write_readme(output, info)
 
     num_classes = classes["num_classes"]
-    agreement = ", matches the existing _info.json" if own_info else ""
+    agreement = ", matches the existing _info.json" if infos.own else ""
     print(f"{output}: indexed, {counted(num_classes, 'class', 'classes')}{agreement}")
     _print_notes(output, splits, invalid, indexed, num_classes)
     _print_use(output, list(splits), num_classes, is_ours=output is not source)
@@ -179,16 +177,17 @@ def _index_shards(
     return run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
 
 
-def _write_split_indexes(
-    output: Output, splits: dict[str, list[str]], indexed: dict[str, Indexed]
-) -> None:
-    """Write `<split>.index.npy` for each split, and print the split's size."""
-    with output.staging() as folder:
-        for split, filenames in splits.items():
-            rows = [indexed[filename].rows for filename in filenames]
-            save_index(folder / f"{split}.index.npy", rows)
-            output.publish(folder / f"{split}.index.npy")
-            print(f"{split}: {sum(map(len, rows)):,} samples in {len(rows)} shards")
+def _new_info(
+    splits: dict[str, list[str]],
+    sidecars: dict[str, dict[str, Any]],
+    layout: SampleLayout,
+    values: dict[str, Any],
+    num_quarantined: int,
+) -> dict[str, Any]:
+    """Return a new `_info.json`. values: its classes and, if recorded, the place of the shards."""
+    if num_quarantined:
+        values["quarantined"] = num_quarantined
+    return info_file.make_info(splits, sidecars, source="index", options=layout.options(), **values)
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
@@ -267,12 +266,12 @@ def _refuse_invalid(
     total = sum(sidecar["num_samples"] for sidecar in sidecars.values()) + len(invalid)
     allowed = allowed_unreadable(max_unreadable, total)
     if len(invalid) > allowed:
-        lines = [_describe(entry) for entry in invalid]
         raise PrepError(
             f"{len(invalid):,} of {total:,} samples are invalid, more than the {allowed:,} that"
             f" --max-unreadable {max_unreadable} allows. Repair them, select other members"
             f" (--image, --label), or skip them (--max-unreadable"
-            f" {share_to_allow(len(invalid), total)}):\n  {few(lines, 20, NEXT_LINE)}"
+            f" {share_to_allow(len(invalid), total)}):\n  "
+            f"{few([_describe(entry) for entry in invalid], 20, NEXT_LINE)}"
         )
 
 
@@ -305,17 +304,6 @@ def _settings(output: Output, splits: list[str]) -> str:
     if val is None:
         return f"{settings} (and set data.val_split to a split for evaluation)"
     return settings if val == "val" else f"{settings} data.val_split={val}"
-
-
-def _run(args: argparse.Namespace) -> None:
-    index(
-        args.root,
-        args.workers,
-        args.out,
-        args.split,
-        IndexFlags(args.image, args.label, args.keys_with_dots, args.classes),
-        args.max_unreadable,
-    )
 
 
 main = command_line(
@@ -362,7 +350,14 @@ main = command_line(
             },
         },
     },
-    _run,
+    lambda args: index(
+        args.root,
+        args.workers,
+        args.out,
+        args.split,
+        IndexFlags(args.image, args.label, args.keys_with_dots, args.classes),
+        args.max_unreadable,
+    ),
 )
 
 

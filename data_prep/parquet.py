@@ -61,7 +61,7 @@ def find_files(source: Path) -> dict[str, list[Path]]:
     paths = [source]
     if source.is_dir():
         names = images_below(source, ignored, lambda path: path.lower().endswith(".parquet"))
-        paths = sorted(source / name for name in names)
+        paths = sorted(map(source.joinpath, names))
     if not paths:
         kinds = f" ({'; '.join(ignored.summary())})" if ignored.others or ignored.images else ""
         raise PrepError(
@@ -206,9 +206,7 @@ def _classes(files: Mapping[str, Sequence[FileLabels]]) -> list[Any]:
     if recorded:
         return list(recorded)
 
-    classes = set[Any]()
-    for file in chain(*files.values()):
-        classes |= file.classes - {None}
+    classes = set[Any]().union(*(file.classes for file in chain(*files.values()))) - {None}
     are_numbers = all(str(name).isdecimal() for name in classes)
     return sorted(classes, key=int if are_numbers else str)
 

@@ -80,8 +80,9 @@ class SplitFiles:
     @property
     def changed(self) -> Counter[str]:
         """The number of images that the writer converted, by reason."""
-        counters = (Counter(each.get("changed", {})) for each in self.sidecars.values())
-        return sum(counters, Counter[str]())
+        return sum(
+            (Counter(each.get("changed", {})) for each in self.sidecars.values()), Counter[str]()
+        )
 
     def labels(self) -> np.ndarray:
         """Return the labels, (n,) int32, of all samples that were read, or of the index in a quick

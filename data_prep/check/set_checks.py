@@ -9,8 +9,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,10 +88,10 @@ def _sizes(data: DataSet, names: list[str]) -> dict[str, int | str]:
             for name, path in paths.items()
         }
 
-    versions = zip(names, RemoteFolder(data.tars_at).stats(names), strict=True)
+    versions = RemoteFolder(data.tars_at).stats(names)
     return {
         name: version.size if isinstance(version, Version) else version
-        for name, version in versions
+        for name, version in zip(names, versions, strict=True)
     }
 
 
@@ -279,7 +278,7 @@ def check_quarantine(data: DataSet) -> Iterator[ShardFinding]:
 
 def check_catalog(data: DataSet) -> Iterator[ShardFinding]:
     """Compare a hash of class names, keys and labels with the hash recorded before writing."""
-    if not data.ours or any(_incomplete(data, part) for part in data.parts):
+    if not data.ours or any(_incomplete(part) for part in data.parts):
         return
 
     splits = {}
@@ -334,13 +333,12 @@ def check_labels(data: DataSet) -> Iterator[ShardFinding]:
         data.class_name(int(label)).removeprefix("class ")
         for label in np.flatnonzero(images_per_class(data, train) == 0)
     ]
-    if empty and not _incomplete(data, train):
-        is_partial = bool((data.info.get("options") or {}).get("partial"))
+    if empty and not _incomplete(train):
         yield ShardFinding(
             "labels",
             train.name,
             f"{counted(len(empty), 'class', 'classes')} without an image: {few(empty)}",
-            fails=data.ours and not is_partial,
+            fails=data.ours and not (data.info.get("options") or {}).get("partial"),
         )
 
 
@@ -349,7 +347,7 @@ def images_per_class(data: DataSet, part: SplitFiles) -> np.ndarray:
     return count_classes(part.labels(), data.recorded_classes or 0)
 
 
-def _incomplete(data: DataSet, part: SplitFiles) -> bool:
+def _incomplete(part: SplitFiles) -> bool:
     """Return whether samples were not read because a shard is missing or damaged."""
     return len(part.labels()) != part.num_samples
 
@@ -357,10 +355,21 @@ def _incomplete(data: DataSet, part: SplitFiles) -> bool:
 # ---- repeated samples ----------------------------------------------------------------------------
 
 
+class _RepeatedSample(NamedTuple):
+    """A sample whose key or image occurs at least twice: a row of `_repeated`."""
+
+    value: int
+    """The same number for samples with the same key or image."""
+    split: int
+    shard: int
+    row: int
+    label: int
+
+
 def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
     """Return a sorted array of samples whose value in `column` occurs at least twice.
 
-    The array is (n, 5) int64, with the columns value number, split, shard, row and label.
+    The columns of the (n, 5) int64 array are the fields of `_RepeatedSample`.
     """
     shards: list[tuple[int, int, np.ndarray]] = []
     for split, part in enumerate(parts):
@@ -392,7 +401,7 @@ def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
     """
     for part in data.parts:
         for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
-            names = [data.sample_name(part, shard, row) for _, _, shard, row, _ in group[:3]]
+            names = [data.sample_name(part, each.shard, each.row) for each in group[:3]]
             yield ShardFinding(
                 "tars",
                 part.name,
@@ -401,34 +410,42 @@ def check_repeated(data: DataSet) -> Iterator[ShardFinding]:
             )
 
     groups = _groups(_repeated(data.parts, "image"))
-    if not groups:
-        return
+    if groups:
+        yield _note_of_equal_images(data, groups)
 
-    # `_repeated` describes these columns.
-    split_of, label_of = itemgetter(1), itemgetter(4)
-    num_splits = [len(set(map(split_of, group))) for group in groups]
-    num_labels = [len(set(map(label_of, group))) for group in groups]
+
+def _note_of_equal_images(data: DataSet, groups: list[list[_RepeatedSample]]) -> ShardFinding:
+    """Count the groups of samples with identical images, and list the most conflicting ones."""
+
+    def num_splits(group: list[_RepeatedSample]) -> int:
+        return len({each.split for each in group})
+
+    def num_labels(group: list[_RepeatedSample]) -> int:
+        return len({each.label for each in group})
+
     details = []
-    order = sorted(range(len(groups)), key=lambda k: (-num_splits[k], -num_labels[k]))
-    for k in order[:MOST_LINES]:
+    groups.sort(key=lambda group: (-num_splits(group), -num_labels(group)))
+    for group in groups[:MOST_LINES]:
         names = [
-            f"{data.sample_name(data.parts[split], shard, row)} ({data.class_name(label)})"
-            for _, split, shard, row, label in groups[k]
+            f"{data.sample_name(data.parts[each.split], each.shard, each.row)}"
+            f" ({data.class_name(each.label)})"
+            for each in group
         ]
         details.append(few(names, 4, " = "))
 
-    yield ShardFinding(
+    return ShardFinding(
         "duplicates",
         ", ".join(part.name for part in data.parts),
         f"equal bytes: {counted(len(groups), 'image')} in"
         f" {counted(sum(map(len, groups)), 'sample')};"
-        f" {sum(number > 1 for number in num_splits):,} of these images are in two splits,"
-        f" {sum(number > 1 for number in num_labels):,} under two labels",
+        f" {sum(num_splits(group) > 1 for group in groups):,} of these images are in two splits,"
+        f" {sum(num_labels(group) > 1 for group in groups):,} under two labels",
         fails=False,
         details=tuple(details),
     )
 
 
-def _groups(rows: np.ndarray) -> list[list[list[int]]]:
+def _groups(rows: np.ndarray) -> list[list[_RepeatedSample]]:
     """Split the rows returned by `_repeated` into one group per value."""
-    return [list(group) for _, group in itertools.groupby(rows.tolist(), itemgetter(0))]
+    samples = map(_RepeatedSample._make, rows.tolist())
+    return [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.value)]

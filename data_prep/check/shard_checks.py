@@ -119,8 +119,15 @@ class Checked(NamedTuple):
 
 def read_failure(shard: CheckedShard, error: OSError) -> Checked:
     """Return the result for a shard that could not be read due to `error`."""
-    text = f"cannot be read ({error.strerror or error}): check the permissions and the disk"
-    return Checked([ShardFinding("files", shard.name, text)])
+    return Checked(
+        [
+            ShardFinding(
+                "files",
+                shard.name,
+                f"cannot be read ({error.strerror or error}): check the permissions and the disk",
+            )
+        ]
+    )
 
 
 def capped(findings: Iterable[ShardFinding]) -> Iterator[ShardFinding]:
@@ -172,13 +179,12 @@ def _check_tar(shard: CheckedShard, tar: Path) -> Checked:
     try:
         samples = scan_tar(tar, shard.layout, skipped)
     except ShardError as error:
-        text = str(error).removeprefix(f"{tar}: ")
-        damage = f"{text}; the images in this shard were not checked"
-        return Checked([*findings, ShardFinding("tars", shard.name, damage)], hashed=hashed)
+        text = str(error).removeprefix(f"{tar}: ") + "; the images in this shard were not checked"
+        return Checked([*findings, ShardFinding("tars", shard.name, text)], hashed=hashed)
 
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
     seen = np.empty(len(samples), SEEN_DTYPE)
-    images = list(_check_images(shard, tar, samples, seen))
+    images = _check_images(shard, tar, samples, seen)
     return Checked([*findings, *capped(records), *capped(images)], seen, len(samples), hashed)
 
 
@@ -269,23 +275,14 @@ def compare_rows(
         numbers: The samples to compare, or None for all.
     """
     expected = index_rows(samples)
-    wrong = {
-        field: recorded[field] != expected[field]
-        for field in ("size", "offset", "label", "width", "height")
-    }
-    crc_differs = recorded["crc32c"] != expected["crc32c"]
-    wrong["crc32c"] = crc_differs & (is_intact | (recorded["crc32c"] == 0))
-
-    # The index gives the right location of these images, so their bytes have changed.
-    altered = np.flatnonzero(crc_differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
+    wrong, altered = _differences(recorded, expected, is_intact)
     if len(altered):
         keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
-        remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
         yield ShardFinding(
             "tars",
             shard.name,
             f"{counted(len(altered), 'image differs', 'images differ')} from the indexed bytes:"
-            f" {keys}; {remedy}",
+            f" {keys}; {WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK}",
         )
 
     places = np.arange(len(recorded)) if numbers is None else np.array(numbers, np.int64)
@@ -300,6 +297,24 @@ def compare_rows(
                 f" is {recorded[field][row]}, but the tar gives {expected[field][row]};"
                 f" {shard.rebuild(shard.index_name)}",
             )
+
+
+def _differences(
+    recorded: np.ndarray, expected: np.ndarray, is_intact: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return a mask of the rows in which each field is wrong, and the rows of altered images.
+
+    A different checksum is an error in the index if the tar is intact, or if the index has 0, which
+    means unknown. Otherwise the image was altered, unless its place is wrong as well.
+    """
+    wrong = {
+        field: recorded[field] != expected[field]
+        for field in ("size", "offset", "label", "width", "height")
+    }
+    crc_differs = recorded["crc32c"] != expected["crc32c"]
+    wrong["crc32c"] = crc_differs & (is_intact | (recorded["crc32c"] == 0))
+    is_altered = crc_differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"]
+    return wrong, np.flatnonzero(is_altered)
 
 
 def _check_images(

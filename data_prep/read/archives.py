@@ -150,8 +150,9 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
     """
     with readable(path), open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size if stop is None else stop
-        members = walk(pread(file.fileno()), start, end)
-        files = (member for member in members if _is_file(path, member))
+        files = (
+            member for member in walk(pread(file.fileno()), start, end) if _is_file(path, member)
+        )
 
         try:
             while batch := list(itertools.islice(files, BATCH)):
@@ -183,7 +184,9 @@ def small_members(
     """
     kind = describe_content(_head(path))
     may_be_tar = not kind or kind.startswith("compressed")
-    problem = f"not a tar or tar.gz{', damaged or truncated' if may_be_tar else f' but {kind}'}"
+    problem = "not a tar or tar.gz, damaged or truncated"
+    if not may_be_tar:
+        problem = f"not a tar or tar.gz but {kind}"
 
     with readable(path, DAMAGE, problem), tarfile.open(path) as archive:
         for number, member in enumerate(archive):

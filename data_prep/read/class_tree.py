@@ -88,6 +88,10 @@ class Tree:
         nothing = np.zeros(len(paths), np.int64)
         return Members([os.path.join(folder, path) for path in paths], nothing, nothing)
 
+    def path_with_class(self, folder: str, path: str) -> str:
+        """Return the path of an image of a class folder, beginning with this folder."""
+        return f"{folder}/{path}".lstrip("/")
+
     def file_of(self, folder: str) -> Path:
         """Return the archive or folder that contains the images of a subfolder."""
         return self.file
@@ -130,6 +134,11 @@ class TableTree(Tree):
 
     def images(self, folder: str, ignored: Ignored) -> Iterator[str]:
         yield from self._by_class.get(folder, ())
+
+    def path_with_class(self, folder: str, path: str) -> str:
+        """Return the path of an image, which may already begin with its class in a list."""
+        has_class = path.startswith(f"{folder}/")
+        return path if has_class else super().path_with_class(folder, path)
 
     def count_stray(self, ignored: Ignored) -> None:
         """Count nothing, because images that no list names are reported with the lists."""

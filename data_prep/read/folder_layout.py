@@ -145,10 +145,10 @@ def _read_folders(
     rest = folders
     for split in sorted(folder_of, key=("train", "val", "test").index):
         classes = trees["train"].folders() if trees and with_classes else []
-        inner = _inner_folder(rest, folder_of[split], classes)
-        folder = inner if with_classes else folder_of[split]
+        outer = folder_of[split]
+        folder = _inner_folder(rest, outer, classes) if with_classes else outer
         may_lack_labels = split == "test" and classes
-        if may_lack_labels and _is_unlabeled(root, rest, folder, classes):
+        if may_lack_labels and _is_unlabeled(rest, folder, classes):
             continue
         trees[split] = subtree(root, folder)
         rest = {each for each in rest if each[: len(folder)] != folder}
@@ -179,7 +179,8 @@ def _split_folders(
         if choice == "splits":
             raise PrepError(f"{tree}: --layout splits: no folder train in {few(sorted(names))}")
         if with_classes and not choice:
-            _check_classes(tree, folders, base)
+            _check_not_splits(tree, sorted(names))
+            _check_not_nested(tree, folders, base, sorted(names))
         return {"train": base if with_classes else ()}
 
     if not (choice or all(map(UNLABELED.search, others))):
@@ -215,7 +216,7 @@ def _inner_folder(
     return outer
 
 
-def _is_unlabeled(root: Tree, folders: set[Folder], test: Folder, classes: Collection[str]) -> bool:
+def _is_unlabeled(folders: set[Folder], test: Folder, classes: Collection[str]) -> bool:
     """Return whether a test folder has images, but neither class folders nor a table of classes."""
     names = _names(folders, test)
     has_classes = any(
@@ -228,9 +229,8 @@ def _is_unlabeled(root: Tree, folders: set[Folder], test: Folder, classes: Colle
     return (test in folders or bool(names)) and not has_classes
 
 
-def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
-    """Raise PrepError if folders that would be classes are splits, or contain splits or classes."""
-    names = sorted(_names(folders, base))
+def _check_not_splits(tree: Tree, names: Collection[str]) -> None:
+    """Raise PrepError if all folders that would be classes are splits other than train."""
     held_out = splits_of_folders(names)
     all_are_splits = bool(names) and len(names) == len(held_out)
     if all_are_splits and "train" not in held_out.values():
@@ -240,13 +240,15 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
             " classes, use --layout classes"
         )
 
+
+def _check_not_nested(tree: Tree, folders: set[Folder], base: Folder, names: Sequence[str]) -> None:
+    """Raise PrepError if folders that would be classes contain splits or classes."""
     inner = [_names(folders, _inner_folder(folders, (*base, name))) for name in names]
     common = set[str].intersection(*inner) if len(inner) > 1 else set[str]()
     # Subfolders such as 2023 and 2024 are probably not classes, unless all names are numbers.
     may_be_classes = _has_letter(common) or not _has_letter(names)
     share_classes = len(common) > 1 and may_be_classes
-    # These folders contain train and another split.
-    with_splits = [each for each in inner if {"train"} < set(splits_of_folders(each).values())]
+    with_splits = list(filter(_has_train_and_other, inner))
     if with_splits or share_classes:
         raise PrepError(
             f"{tree}: two readings are possible, because the folders {few(names)} contain folders"
@@ -255,6 +257,11 @@ def _check_classes(tree: Tree, folders: set[Folder], base: Folder) -> None:
             " splits, pass one of the outer folders as SOURCE. If the outer folders are the"
             " classes, use --layout classes"
         )
+
+
+def _has_train_and_other(names: Collection[str]) -> bool:
+    """Return whether some of the names are train and at least one other split."""
+    return {"train"} < set(splits_of_folders(names).values())
 
 
 def _has_letter(names: Collection[str]) -> bool:

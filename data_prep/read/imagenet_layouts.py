@@ -203,12 +203,21 @@ IN_ZIP = re.compile(
 """Matches the path of an image in a class folder, or in a flat folder, of a split."""
 
 
-def place_in_zip(name: str) -> tuple[str, str, str] | None:
-    """Return (split, WNID or "", file name) for an image of ImageNet, or None for other members."""
+class PlaceInZip(NamedTuple):
+    """The place of an image in ImageNet's zip."""
+
+    split: str
+    wnid: str
+    """The WNID of the class folder, or "" in a flat folder."""
+    file: str
+
+
+def place_in_zip(name: str) -> PlaceInZip | None:
+    """Return the place of an image of ImageNet, or None for other members."""
     match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
     if match is None or name.startswith("__MACOSX/"):
         return None
-    return SPLIT_FOLDERS[match["split"].lower()], match["wnid"] or "", match["file"]
+    return PlaceInZip(SPLIT_FOLDERS[match["split"].lower()], match["wnid"] or "", match["file"])
 
 
 def _zip_images(path: Path, split: str, _: Builder) -> Iterator[ImageNetImages]:
@@ -217,14 +226,14 @@ def _zip_images(path: Path, split: str, _: Builder) -> Iterator[ImageNetImages]:
         # Maps each WNID to its rows in `members`, and each row to a file name.
         rows_of_class = defaultdict[str, dict[int, str]](dict)
         for row, place in enumerate(map(place_in_zip, members.names)):
-            if place is not None and place[0] == split:
-                wnid, name = place[1:]
-                rows_of_class[wnid][row] = name
+            if place is not None and place.split == split:
+                rows_of_class[place.wnid][row] = place.file
 
         for wnid, name_of_row in rows_of_class.items():
             rows = list(name_of_row)
-            names = list(name_of_row.values())
-            yield ImageNetImages(path, wnid, names, members.offsets[rows], members.sizes[rows])
+            yield ImageNetImages(
+                path, wnid, [*name_of_row.values()], members.offsets[rows], members.sizes[rows]
+            )
 
 
 def zip_layout(path: Path, split: str, wnids: set[str]) -> ImageNetLayout:
@@ -258,16 +267,12 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNe
             for match in matches
         ]
         for name, label, wnid in zip(rows.names, rows.labels, wnids, strict=True):
-            elsewhere = ""
-            if wnid and label is not None:
-                wnid_of_label = wnid_of.setdefault(label, wnid)
-                if wnid_of_label == wnid:
-                    continue
-                elsewhere = f", and label {label} is {wnid_of_label} elsewhere"
-            raise PrepError(
-                f"{rows.parquet}: image {name!r} has label {label}; expected a name that ends in"
-                f" its WordNet ID{elsewhere}"
-            )
+            if not wnid or label is None:
+                raise _wrong_label(rows.parquet, name, label)
+            wnid_of_label = wnid_of.setdefault(label, wnid)
+            if wnid_of_label != wnid:
+                reason = f", and label {label} is {wnid_of_label} elsewhere"
+                raise _wrong_label(rows.parquet, name, label, reason)
 
         names = [
             match["key"] + os.path.splitext(name)[1] if match else name
@@ -280,6 +285,13 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[ImageNe
             f"{files[0].parent}: the labels do not follow the order of the WordNet IDs; expected"
             " the numbering of ILSVRC/imagenet-1k"
         )
+
+
+def _wrong_label(file: Path, name: str, label: int | None, reason: str = "") -> PrepError:
+    return PrepError(
+        f"{file}: image {name!r} has label {label}; expected a name that ends in its WordNet ID"
+        f"{reason}"
+    )
 
 
 def parquet_layout(split: str, files: Sequence[Path]) -> ImageNetLayout:
@@ -346,10 +358,8 @@ def read_devkit(path: Path) -> dict[str, str]:
         )
 
     wnids = _wnids_by_id(files[META], f"{path}: {META}")
-    lines = _text(files[TRUTH], f"{path}: {TRUTH}").split()
-
     labels = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_text(files[TRUTH], f"{path}: {TRUTH}").split(), 1):
         if not line.isdecimal() or int(line) not in wnids:
             raise PrepError(
                 f"{path}: {TRUTH}: line {number} is {line!r}; expected the ILSVRC2012_ID of one of"

@@ -6,7 +6,7 @@ downloads are searched as well.
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -129,8 +129,7 @@ def _look_into_zip(path: Path, search: Search, named: bool) -> None:
             place = place_in_zip(name)
             is_table = name.rpartition("/")[2] == KAGGLE_TABLE
             if place is not None:
-                split, wnid, _ = place
-                wnids[split].add(wnid)
+                wnids[place.split].add(place.wnid)
             elif is_table and not name.startswith("__MACOSX/"):
                 table = Sample("", 0, name, str(path), int(offset), int(size))
                 search.labels.append(
@@ -183,34 +182,41 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
         name.startswith(VAL_IMAGE) and name.lower().endswith(IMAGE_EXTENSIONS) for name in files
     )
     is_known = bool(wnids or usual or is_flat)
+    has_classes = bool(wnids) or (not is_known and _can_only_contain_classes(folder, files))
+    if has_classes:
+        _check_class_names(folder, set(folders).difference(wnids, usual))
+
     if named and not is_known:
         search.remarks.append(f"{folder} contains {few(sorted(folders + files))}")
-
-    # A folder such as train/ that contains neither archives nor anything known can only contain
-    # classes.
-    has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
-    is_split = folder.name.lower() in SPLIT_FOLDERS and not (is_known or has_archives)
-    has_classes = bool(wnids) or is_split
-    strange = sorted(set(folders) - {*wnids, *usual})
-    if strange and has_classes:
-        raise PrepError(
-            f"{folder}: {len(strange)} class folders are not named by WordNet ID (n01440764):"
-            f" {few(strange)}; rename or remove them, or use `python -m data_prep.imagefolder` for"
-            " other class names"
-        )
-
     if wnids:
         search.layouts.append(tree(_split_of_tree(folder, wnids), folder, wnids))
     if is_flat:
         search.layouts.append(flat(folder))
     if {META, TRUTH} <= set(files):
-        read = partial(read_devkit, folder)
-        search.labels.append(ValLabels(folder, KIT, read, (folder / META, folder / TRUTH)))
+        search.labels.append(
+            ValLabels(folder, KIT, partial(read_devkit, folder), (folder / META, folder / TRUTH))
+        )
 
     for name in files:
         _look_at_file(folder / name, search, named=False)
     for name in usual:
         _look_into(folder / name, search, named=False)
+
+
+def _can_only_contain_classes(folder: Path, files: Sequence[str]) -> bool:
+    """Return whether a folder without anything known is one such as train/, without archives."""
+    has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
+    return folder.name.lower() in SPLIT_FOLDERS and not has_archives
+
+
+def _check_class_names(folder: Path, others: Collection[str]) -> None:
+    """Raise PrepError if a folder of classes contains `others`, which are not named by WNID."""
+    if others:
+        raise PrepError(
+            f"{folder}: {len(others)} class folders are not named by WordNet ID (n01440764):"
+            f" {few(sorted(others))}; rename or remove them, or use `python -m"
+            " data_prep.imagefolder` for other class names"
+        )
 
 
 def find_layouts(paths: Sequence[Path]) -> Search:

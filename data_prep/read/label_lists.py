@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -44,6 +44,9 @@ _SPLIT_IN_NAME = re.compile(
 _CLASS_FILE = re.compile(
     r"(.*/)?(class(es|_?names)|categories.*|wnids|synsets|names|labels)\.(txt|csv|tsv)", re.I
 )
+_END_OF_PARTITION = re.compile(r"\d*\.\w+$")
+"""Matches what differs in the names of lists that divide the same images in different ways, such as
+train1.txt and train2.txt."""
 _NUMBERED_CLASS = re.compile(
     r"(?P<first>\d+)[\s,:]+(?P<after>.+)|(?P<before>.+?)[\s,]+(?P<last>\d+)"
 )
@@ -198,35 +201,51 @@ def find_lists(
     found_lists = [each for each in opened.values() if isinstance(each, LabelList)]
     splits = {each.split for each in found_lists}
 
-    lists: list[LabelList] = []
     # If there are lists of the splits, a list of all images is not needed.
     chosen = splits - {""} if "train" in splits else splits
+    lists = []
     for split in sorted(chosen, key=["", "train", "val", "test"].index):
         of_split = [each for each in found_lists if each.split == split]
         if "val" in splits and len(of_split) > 1:  # trainval.txt contains both splits.
             of_split = [each for each in of_split if "trainval" not in each.path]
-        if len({re.sub(r"\d*\.\w+$", "", each.path) for each in of_split}) > 1:
-            raise PrepError(
-                f"{root}: several lists contain labels of the same images:"
-                f" {few([each.path for each in of_split])}: move all but one away, or use --layout"
-                " to ignore the lists"
-            )
-        # train1.txt, train2.txt, ... divide the same images in different ways.
-        lists.append(min(of_split, key=lambda each: (len(each.path), each.path)))
+        lists.append(_only_list(root, of_split))
 
-    reasons = {
-        path: each if isinstance(each, str) else "repeat images of other lists"
-        for path, each in opened.items()
-        if each
-    }
+    return lists, _notes_of_unused(opened, {each.path for each in lists})
+
+
+def _only_list(root: Tree, of_split: Sequence[LabelList]) -> LabelList:
+    """Return the list of a split, or the first one of those that divide its images in different
+    ways. Raises PrepError if several lists are possible."""
+    if len({_END_OF_PARTITION.sub("", each.path) for each in of_split}) > 1:
+        raise PrepError(
+            f"{root}: several lists contain labels of the same images:"
+            f" {few([each.path for each in of_split])}: move all but one away, or use --layout"
+            " to ignore the lists"
+        )
+    return min(of_split, key=lambda each: (len(each.path), each.path))
+
+
+def _notes_of_unused(
+    opened: Mapping[str, LabelList | str | None], used: Container[str]
+) -> list[str]:
+    """Return a note for each reason why lists are not used.
+
+    Args:
+        opened: The result of `_open_list` for each path.
+        used: The paths of the used lists.
+    """
     unused = defaultdict[str, list[str]](list)
-    for path in sorted(reasons.keys() - {each.path for each in lists}):
-        unused[reasons[path]].append(path)
-    return lists, [f"lists that {why} are not used: {few(unused[why])}" for why in unused]
+    for path, each in sorted(opened.items()):
+        if each is not None and path not in used:
+            reason = each if isinstance(each, str) else "repeat images of other lists"
+            unused[reason].append(path)
+    return [f"lists that {reason} are not used: {few(paths)}" for reason, paths in unused.items()]
 
 
-def _open_list(root: Tree, found: Found, path: str, label_column: str | None) -> LabelList | str:
-    """Return a list of labels, or the reason why it is not used, or "" if the text is not a list.
+def _open_list(
+    root: Tree, found: Found, path: str, label_column: str | None
+) -> LabelList | str | None:
+    """Return a list of labels, or the reason why it is not used, or None if it is not a list.
 
     The first rows show which column names images in the source, which folder contains these images,
     whether there is a header, and which columns contain the labels and the splits.
@@ -242,7 +261,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     )
     if not places:
         is_list = any(map(_IMAGE.match, chain.from_iterable(rows)))
-        return "do not name the images in a folder" if is_list else ""
+        return "do not name the images in a folder" if is_list else None
 
     file_column, base = places[0].column, places[0].base
     has_header = not (
@@ -263,7 +282,7 @@ def _open_list(root: Tree, found: Found, path: str, label_column: str | None) ->
     if not with_suffix and class_column is not None:
         labels = _column(islice(_rows(root, path), int(has_header), None), class_column)
         if len(set(labels)) == len(labels):  # a class list whose numbers also name images
-            return ""
+            return None
 
     split = "" if split_column is not None else split
     of_folders = {} if split or split_column is not None else _splits_below(found, base)
@@ -515,8 +534,8 @@ def _name_classes(
     for file in files:
         candidates += [(file, names) for names in _names_in_file(root, file, numbers, of_train)]
     if not files:
-        names_of_numbers = dict(zip(numbers, labels_in_order, strict=True))
-        candidates = [*in_paths.items(), ("the numbers", names_of_numbers)]
+        in_paths["the numbers"] = dict(zip(numbers, labels_in_order, strict=True))
+        candidates = list(in_paths.items())
 
     range_of_labels = f"{labels_in_order[0]} to {labels_in_order[-1]}"
     is_moved = numbers != list(range(len(numbers)))
@@ -554,10 +573,9 @@ def _names_in_file(
     numbers: the sorted labels.
     """
     lines = [line.strip() for line in root.lines(file) if line.strip()]
-    matches = filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
     yield {
         int(match["first"] or match["last"]): (match["after"] or match["before"]).lstrip("/")
-        for match in matches
+        for match in filter(None, map(_NUMBERED_CLASS.fullmatch, lines))
     }
 
     # If lines were missing, the first line could be class 0 or 1. If no list names the training

@@ -113,10 +113,6 @@ def readme(info: Mapping[str, Any]) -> str:
             *(f"    - {json.dumps(path)}" for path in paths),
         ]
 
-    text = (  # Rewording changes the output bytes.
-        "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
-        " writes dataset.md, which tells more."
-    )
     return "\n".join(
         [
             "---",
@@ -128,7 +124,9 @@ def readme(info: Mapping[str, Any]) -> str:
             "",
             "# Images",
             "",
-            text,
+            # Rewording changes the output bytes.
+            "Images in tar shards (WebDataset), with an index beside them; `python -m"
+            " data_prep.card` writes dataset.md, which tells more.",
             "",
         ]
     )
@@ -159,16 +157,18 @@ def contact_sheet(card: Card) -> Image.Image:
     num_lines = math.ceil(len(cells) / columns)
 
     font = _font(14)
-    width = 2 * MARGIN + columns * (CELL + GAP) - GAP
-    height = 2 * MARGIN + num_lines * (CELL + TEXT_HEIGHT + GAP) - GAP
-    sheet = Image.new("RGB", (width, height), "white")
+    size = (
+        2 * MARGIN + columns * (CELL + GAP) - GAP,
+        2 * MARGIN + num_lines * (CELL + TEXT_HEIGHT + GAP) - GAP,
+    )
+    sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
 
-    def thumbnail(cell: tuple[int, int | None]) -> Image.Image | None:
-        return None if cell[1] is None else _thumbnail(card.image(split, cell[1]))
+    def thumbnail(row: int | None) -> Image.Image | None:
+        return None if row is None else _thumbnail(card.image(split, row))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        images = list(pool.map(thumbnail, cells))
+        images = list(pool.map(thumbnail, [row for _, row in cells]))
 
     for place, ((label, _), image) in enumerate(zip(cells, images, strict=True)):
         if image is None:

@@ -264,13 +264,11 @@ def histogram(sides: np.ndarray) -> str:
     counts, _ = np.histogram(sides, SIDE_EDGES)
     filled = np.flatnonzero(counts)
 
-    lines = []
-    for k in range(filled[0], filled[-1] + 1):
-        bar = "█" * round(BAR * counts[k] / counts.max())
-        lines.append(
-            f"{SIDE_EDGES[k]:>6} to {SIDE_EDGES[k + 1] - 1:<6} {_percent(counts[k], len(sides)):>7}"
-            f"  {bar}".rstrip()
-        )
+    lines = [
+        f"{SIDE_EDGES[k]:>6} to {SIDE_EDGES[k + 1] - 1:<6} {_percent(counts[k], len(sides)):>7}"
+        f"  {'█' * round(BAR * counts[k] / counts.max())}".rstrip()
+        for k in range(filled[0], filled[-1] + 1)
+    ]
     return "\n".join(lines)
 
 

@@ -74,8 +74,8 @@ class Source:
             (os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in self.inputs
         ]
-        values = [FORMAT, self.name, self.options, seed, inputs, minival]
-        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+        text = json.dumps([FORMAT, self.name, self.options, seed, inputs, minival])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 _open_table = lru_cache(maxsize=4)(Table)
@@ -116,18 +116,7 @@ def open_catalog(
     folder, lock = locked_folder(root / "_catalog")  # Other processes keep a locked folder.
 
     try:
-        try:
-            with closing(Builder(folder, seed, workers, root / SPOOL, dry)) as builder:
-                source.fill(builder)
-                if finish is not None:
-                    finish(builder)
-                catalog = builder.finish()
-        except OSError as error:
-            if error.filename is None:  # The error for a full disk contains no file name.
-                error.filename = str(folder)
-            raise
-
-        yield catalog
+        yield _build(source, Builder(folder, seed, workers, root / SPOOL, dry), finish)
     finally:
         _open_table.cache_clear()  # Cached tables still map the files.
         close_descriptors(folder)
@@ -136,6 +125,20 @@ def open_catalog(
 
 
 # ---- making a catalog ----------------------------------------------------------------------------
+
+
+def _build(source: Source, builder: Builder, finish: Callable[[Builder], None] | None) -> Catalog:
+    """Add the samples of `source`, call `finish`, and return the finished catalog."""
+    try:
+        with closing(builder):
+            source.fill(builder)
+            if finish is not None:
+                finish(builder)
+            return builder.finish()
+    except OSError as error:
+        if error.filename is None:  # The error for a full disk contains no file name.
+            error.filename = str(builder.folder)
+        raise
 
 
 class Builder:
@@ -313,41 +316,40 @@ class Builder:
                 or nothing was held out.
             flag: The command-line flag that sets this fraction, with {} in place of the value.
         """
+        num_images = self.count(split).sum()
         in_train = self.count("train")
         lacking = np.flatnonzero((self.count(split) == 0) & (in_train > 0))
-        num_held_out = self.count(split).sum()
+        names = few([self.class_names[label] for label in lacking])
 
         if not len(lacking):
-            # Do not suggest more than 20 %.
-            is_small = num_held_out < 100 and 0 < fraction < 0.2
-            if split == "val" and is_small:
-                # Half the 95 % confidence interval is 1.96 * sqrt(p * (1 - p) / n), at most 0.98 /
-                # sqrt(n) (at p = 0.5).
-                self.report(
-                    f"val has only {num_held_out} images, so an accuracy is uncertain by up to"
-                    f" {98 / num_held_out**0.5:.0f} percentage points: to compare runs, use"
-                    f" {flag.format(0.2)}"
-                )
-            return
-
-        names = few([self.class_names[label] for label in lacking])
-        if fraction:
+            self._report_small(split, num_images, fraction, flag)
+        elif fraction:
             counts = in_train[lacking].tolist()
-            larger = [count for count in counts if count > 1]
-            # A class of n images has one in `split` if fraction * n exceeds 0.5. The smallest such
-            # multiple of 0.05 = 1/20 is (floor(10 / n) + 1) / 20.
-            fitting = f"use {flag.format((10 // min(larger) + 1) / 20)} or " if larger else ""
-            slices = ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
+            remedies = _remedies_for_rounding(counts, flag, is_split_empty=not num_images)
             self.report(
-                f"{split} has no image of {names}, because {fraction:.3g} of up to"
-                f" {max(counts)} images rounds to 0: {fitting}add images"
-                f"{'' if num_held_out else slices}"
+                f"{split} has no image of {names}, because {fraction:.3g} of up to {max(counts)}"
+                f" images rounds to 0: {remedies}"
             )
-        elif num_held_out:
+        elif num_images:
+            purpose = " to hold out a part of train" if split == "val" else ""
             self.report(
-                f"{split} has no image of {names}, so its accuracy does not cover all"
-                f" classes: add images, or remove {split}"
-                f"{' to hold out a part of train' if split == 'val' else ''}"
+                f"{split} has no image of {names}, so its accuracy does not cover all classes: add"
+                f" images, or remove {split}{purpose}"
+            )
+
+    def _report_small(self, split: str, num_images: int, fraction: float, flag: str) -> None:
+        """Report a held-out val that is too small to compare runs.
+
+        Half the 95 % confidence interval of an accuracy p of n images is 1.96 * sqrt(p * (1 - p) /
+        n), at most 0.98 / sqrt(n) (at p = 0.5).
+        """
+        may_grow = 0 < fraction < 0.2  # Do not suggest more than 20 %.
+        is_small = split == "val" and num_images < 100
+        if is_small and may_grow:
+            self.report(
+                f"val has only {num_images} images, so an accuracy is uncertain by up to"
+                f" {98 / num_images**0.5:.0f} percentage points: to compare runs, use"
+                f" {flag.format(0.2)}"
             )
 
     def finish(self) -> Catalog:
@@ -373,6 +375,19 @@ class Builder:
             splits={split: int(count.sum()) for split, count in self._counts.items()},
             sha256=digest.hexdigest(),
         )
+
+
+def _remedies_for_rounding(counts: Sequence[int], flag: str, is_split_empty: bool) -> str:
+    """Return what to do about classes of `counts` images each, whose held-out part rounds to 0."""
+    remedies = "add images"
+    larger = [count for count in counts if count > 1]
+    if larger:
+        # A class of n images loses one if fraction * n exceeds 0.5. The smallest such multiple of
+        # 0.05 = 1/20 is (floor(10 / n) + 1) / 20.
+        remedies = f"use {flag.format((10 // min(larger) + 1) / 20)} or add images"
+    if is_split_empty:
+        remedies += ", or set data.train_split='train[:90%]' data.val_split='train[90%:]'"
+    return remedies
 
 
 def catalog_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:

@@ -43,9 +43,8 @@ def split_of(filename: str) -> str | None:
     usual = [part for part in parts if part.lower() in SPLIT_WORDS]
     if usual:
         return usual[0]
-    if not parts or not number.isdecimal():
-        return None
-    return parts[-1] if parts[-1].isalpha() else None
+    has_split = parts and number.isdecimal() and parts[-1].isalpha()
+    return parts[-1] if has_split else None
 
 
 def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
@@ -68,9 +67,9 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
             " <anything>-<split>-00000.tar"
         )
 
-    split_of_name = {name: split_of(name) for name in names}
+    split_of_name = {name: split_of(name) or split for name in names}
     unclear = [name for name in names if split_of_name[name] is None]
-    if split is None and unclear:
+    if unclear:
         raise PrepError(
             f"{root}: the names {few(unclear)} contain no split: use --split train if all shards"
             " belong to that split (as in img2dataset's 00000.tar), rename the shards to"
@@ -78,19 +77,17 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
             " class, use `python -m data_prep.imagefolder`"
         )
 
-    if split is None:
-        splits: dict[str, list[str]] = {}
-        for name, split_in_name in split_of_name.items():
-            splits.setdefault(str(split_in_name), []).append(name)
-        return splits
-
-    different = [name for name in names if split_of_name[name] not in (None, split)]
+    different = [name for name in names if split not in (None, split_of_name[name])]
     if different:
         raise PrepError(
             f"{root}: --split is {split}, but these file names belong to another split:"
             f" {few(different)}"
         )
-    return {split: names}
+
+    splits: dict[str, list[str]] = {}
+    for name, split_in_name in split_of_name.items():
+        splits.setdefault(str(split_in_name), []).append(name)
+    return splits
 
 
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
@@ -98,25 +95,34 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
 
     Raises PrepError for several folders, and for a folder together with tar URLs.
     """
-    expanded = (expand_braces(resolve(root)) if "://" in root else [root] for root in roots)
-    urls = list(itertools.chain.from_iterable(expanded))
+    urls: list[str] = []
+    for root in roots:
+        urls += expand_braces(resolve(root)) if "://" in root else [root]
     location_type = WebShards if on_the_web(urls[0]) else Output
-
-    match_of = {url: TAR_URL.fullmatch(url) for url in urls}
-    if len(urls) == 1 and not match_of[urls[0]]:
+    if len(urls) == 1 and not TAR_URL.fullmatch(urls[0]):
         return location_type(urls[0]), None
-    strange = [shown(url) for url, match in match_of.items() if not match]
-    if strange:
-        raise PrepError(f"{few(strange)}: expected a single folder, or shard URLs ending in .tar")
 
-    tars = [match for match in map(match_of.get, urls) if match]
-    folders = {tar["folder"] + (tar["query"] or "") for tar in tars}
+    folders = set[str]()
+    names = []
+    strange: dict[str, str] = {}  # maps URLs of no tar to what to show of them
+    for url in urls:
+        tar = TAR_URL.fullmatch(url)
+        if tar:
+            folders.add(tar["folder"] + (tar["query"] or ""))
+            names.append(tar["name"])
+        else:
+            strange[url] = shown(url)
+
+    if strange:
+        raise PrepError(
+            f"{few(list(strange.values()))}: expected a single folder, or shard URLs ending in .tar"
+        )
     if len(folders) > 1:
         raise PrepError(
             f"the shards are in several folders ({few(sorted(map(shown, folders)))}): index each"
             " folder separately"
         )
-    return location_type(folders.pop()), [tar["name"] for tar in tars]
+    return location_type(folders.pop()), names
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
@@ -162,13 +168,16 @@ def _make(output: Output, hint: str = "") -> None:
         raise PrepError(f"{error}{hint}") from error
 
 
-def read_infos(
-    source: Output | WebShards, output: Output, listed: bool
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the `_info.json` next to the shards and the one in the output (maybe the same file).
+class Infos(NamedTuple):
+    """The `_info.json` next to the shards and the one in the output (maybe the same file)."""
 
-    listed: whether the shards were listed one by one. If so, the first file is skipped.
-    """
+    given: dict[str, Any] | None
+    """None as well if the shards were listed one by one."""
+    own: dict[str, Any] | None
+
+
+def read_infos(source: Output | WebShards, output: Output, listed: bool) -> Infos:
+    """Read the existing `_info.json` files. listed: whether the shards were listed one by one."""
     for place in (source, output):
         is_incomplete = (
             isinstance(place, Output)
@@ -182,7 +191,7 @@ def read_infos(
 
     own_info = _info(output)
     if output is source:
-        return own_info, own_info
+        return Infos(own_info, own_info)
 
     given_info = None if listed else _info(source)
     has_unknown_shards = given_info is None and not listed
@@ -196,7 +205,7 @@ def read_infos(
             f"{output}: contains the index of {own_info.get('shards_at', 'other shards')}, not of"
             f" {source}: choose another --out"
         )
-    return given_info, own_info
+    return Infos(given_info, own_info)
 
 
 def _info(place: Output | WebShards) -> dict[str, Any] | None:
@@ -233,8 +242,8 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
         if output.size(f"{split}.index.npy") > 0:
             # A damaged index is rebuilt.
             with temporary_folder() as folder, suppress(ValueError):
-                rows = open_index(output.fetch(f"{split}.index.npy", folder))
-                rows_of |= _cut_by_shard(rows, described)
+                path = output.fetch(f"{split}.index.npy", folder)
+                rows_of |= _cut_by_shard(open_index(path), described)
     return rows_of
 
 
@@ -251,8 +260,9 @@ def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Inde
     """Raise a PrepError that lists all shards whose length, size or sha256 differs from `info`."""
     problems = []
     for split in info["splits"]:
-        columns = info_file.describe_split(info, split, str(output))
-        for name, *recorded in zip(*columns, strict=True):
+        for name, *recorded in zip(
+            *info_file.describe_split(info, split, str(output)), strict=True
+        ):
             rows, sidecar, _ = indexed[name]
             actual = [len(rows), sidecar["bytes"], sidecar["sha256"]]
             # None means that no value is recorded.

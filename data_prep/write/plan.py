@@ -353,9 +353,9 @@ def compare(
         for record in (existing, expected)
     )
 
+    notes = {"catalog": " (images were added, removed or renamed)"}
     differences = [
-        f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}"
-        f"{' (images were added, removed or renamed)' if key == 'catalog' else ''}"
+        f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}{notes.get(key, '')}"
         for key in sorted((old.keys() | new.keys()).difference(later))
         if old.get(key) != new.get(key)
     ]

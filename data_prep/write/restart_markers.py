@@ -29,6 +29,7 @@ REASONS = {
 """Maps each status in vit/data/decode/c/status.h to the reason why the image is unchanged."""
 OK = 0
 MEMORY = 7
+"""The status if the buffer is too small, or if there is no memory for the rewrite."""
 MARKED = "with restart markers"
 UNMARKED = "without restart markers: "
 """The labels under which a report counts images. UNMARKED is followed by a reason."""
@@ -64,5 +65,8 @@ def with_restart_markers(data: bytes) -> Marked:
             raise OSError(
                 f"vit/data/decode/c/transcode.c returned status {status}: please report this image"
             )
-        if size.value <= len(buffer):
+
+        # If the buffer is too small, `size` is now the required size, and the loop tries again.
+        is_buffer_too_small = size.value > len(buffer)
+        if not is_buffer_too_small:
             raise MemoryError

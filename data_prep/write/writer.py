@@ -37,6 +37,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
+
 from data_prep.errors import NEXT_LINE, PrepError, share_to_allow
 from data_prep.write.card_page import write_card
 from data_prep.write.catalog import SPOOL, Source
@@ -111,7 +113,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     if output.size("dataset.md") < 0:
         write_card(output)
         check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
-        print(f"see {output}/contact_sheet.png and dataset.md{check if output.local else ''}")
+        print(f"see {output}/contact_sheet.png and dataset.md" + (check if output.local else ""))
 
 
 def _is_complete_already(output: Output, source: Source, settings: Settings) -> bool:
@@ -340,11 +342,7 @@ def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None
             rows[f"{job.name}.tar"] = of_shard
             meter.update(len(rows))
 
-    with output.staging() as folder:
-        for split, names in plan.filenames.items():
-            save_index(folder / f"{split}.index.npy", [rows[name] for name in names])
-            output.publish(folder / f"{split}.index.npy")
-
+    write_indexes(output, plan.filenames, rows)
     entries = list(chain.from_iterable(sidecars[job.name]["quarantined"] for job in plan.work))
     write_quarantine(output, entries)
     output.write_json("_info.json", info)
@@ -363,10 +361,20 @@ def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None
         print(f"skipped: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")
 
 
+def write_indexes(
+    output: Output, filenames: dict[str, list[str]], rows_of: dict[str, np.ndarray]
+) -> None:
+    """Write `<split>.index.npy` for each split, from the index rows of its tars."""
+    with output.staging() as folder:
+        for split, names in filenames.items():
+            save_index(folder / f"{split}.index.npy", [rows_of[name] for name in names])
+            output.publish(folder / f"{split}.index.npy")
+
+
 def write_quarantine(output: Output, entries: list[dict[str, Any]]) -> None:
     """Write `quarantine.jsonl` with one line per sidecar entry. Without entries, write no file."""
     if entries:
-        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-        output.write("quarantine.jsonl", lines.encode())
+        lines = [json.dumps(entry) + "\n" for entry in entries]
+        output.write("quarantine.jsonl", "".join(lines).encode())
     else:
         output.remove("quarantine.jsonl")
