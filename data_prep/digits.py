@@ -83,8 +83,7 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
     image."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
-    u = x * np.cos(angle) + y * np.sin(angle)
-    v = y * np.cos(angle) - x * np.sin(angle)
+    u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
     if kind == "gradient":
         return np.clip(u + 0.5, 0, 1)
     if kind == "noise":

@@ -183,9 +183,8 @@ def small_members(
     archive has more or larger members than the `expected` one, such as "a CIFAR archive".
     """
     kind = describe_content(_head(path))
-    may_be_tar = not kind or kind.startswith("compressed")
     problem = "not a tar or tar.gz, damaged or truncated"
-    if not may_be_tar:
+    if kind and not kind.startswith("compressed"):
         problem = f"not a tar or tar.gz but {kind}"
 
     with readable(path, DAMAGE, problem), tarfile.open(path) as archive:

@@ -205,8 +205,9 @@ def _look_into(folder: Path, search: Search, named: bool) -> None:
 
 def _can_only_contain_classes(folder: Path, files: Sequence[str]) -> bool:
     """Return whether a folder without anything known is one such as train/, without archives."""
-    has_archives = any(name.endswith((".tar", ".parquet")) for name in files)
-    return folder.name.lower() in SPLIT_FOLDERS and not has_archives
+    return folder.name.lower() in SPLIT_FOLDERS and not any(
+        name.endswith((".tar", ".parquet")) for name in files
+    )
 
 
 def _check_class_names(folder: Path, others: Collection[str]) -> None:

@@ -102,14 +102,12 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     if len(urls) == 1 and not TAR_URL.fullmatch(urls[0]):
         return location_type(urls[0]), None
 
-    folders = set[str]()
-    names = []
+    tars = []
     strange: dict[str, str] = {}  # maps URLs of no tar to what to show of them
     for url in urls:
         tar = TAR_URL.fullmatch(url)
         if tar:
-            folders.add(tar["folder"] + (tar["query"] or ""))
-            names.append(tar["name"])
+            tars.append(tar)
         else:
             strange[url] = shown(url)
 
@@ -117,12 +115,13 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
         raise PrepError(
             f"{few(list(strange.values()))}: expected a single folder, or shard URLs ending in .tar"
         )
+    folders = {tar["folder"] + (tar["query"] or "") for tar in tars}
     if len(folders) > 1:
         raise PrepError(
             f"the shards are in several folders ({few(sorted(map(shown, folders)))}): index each"
             " folder separately"
         )
-    return location_type(folders.pop()), names
+    return location_type(folders.pop()), [tar["name"] for tar in tars]
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:

@@ -112,10 +112,8 @@ class TarStream:
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
         """Create the buffers. pool: an executor with one thread, which computes hashes."""
-        self.size = 0
+        self.size = self._filled = self._bytes_advised = 0
         self._descriptor = descriptor
-        self._filled = 0
-        self._bytes_advised = 0
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._other = memoryview(bytearray(BUFFER_BYTES))
         self._sha256 = hashlib.sha256()
