@@ -37,7 +37,7 @@ def splits_of_folders(names: Iterable[str]) -> dict[str, str]:
     """
     # Maps the other words to the names that contain them, and each name to its split.
     by_rest = defaultdict[str, dict[str, str]](dict)
-    for name in names:
+    for name in sorted(names):  # The order of a set would depend on Python's hash seed.
         words = _WORD.findall(name.lower())
         if len(words) == 1:
             rest = re.sub(_FILLER, "", _WORD.sub("", name.lower()))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from small_shards import add
 
 from data_prep.errors import PrepError
 from data_prep.imagefolder import main, source
+from data_prep.read.split_names import splits_of_folders
 from data_prep.write.samples import Sample, safe_key
 from vit.data.storage.opening import open_split
 
@@ -78,6 +80,13 @@ def test_other_names_of_val_are_recognized(tmp_path, name):
         "train": 2,
         "val": 1,
     }
+
+
+def test_the_splits_do_not_depend_on_the_order_of_the_folders():
+    """Two groups of folders contain train and val. Sets order names by Python's hash seed."""
+    names = ["cat_train", "cat_val", "dog_train", "dog_val"]
+    found = [splits_of_folders(order) for order in permutations(names)]
+    assert found == [{"cat_train": "train", "cat_val": "val"}] * len(found)
 
 
 def test_class_folders_without_splits_are_split_by_class(flat):

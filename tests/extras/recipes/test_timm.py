@@ -354,6 +354,12 @@ def test_pooling_and_activation_are_timms(arguments, ours, missing):
     )
 
 
+def test_a_model_argument_replaces_the_default_of_the_models_name():
+    line = "python train.py data --model deit3_small_patch16_224 --model-kwargs init_values=1e-5"
+    model = import_recipe(line).config().model
+    assert (model.init_values, model.no_embed_class) == (1e-5, True)
+
+
 def test_a_number_in_a_file_may_be_written_as_on_a_command_line(tmp_path):
     """YAML 1.1 reads `1e-3` as text, but argparse reads it as a number."""
     file = tmp_path / "args.yaml"

@@ -94,7 +94,9 @@ def _map_model(reading: Reading) -> Findings:
         if plain["distilled"]:
             settings["model.dist_token"] = True
         if name.startswith("deit3_"):
-            settings |= {"model.init_values": 1e-6, "model.no_embed_class": True}
+            defaults = {"init_values": 1e-6, "no_embed_class": True}
+            stated = args["model_kwargs"]
+            settings |= {f"model.{key}": defaults[key] for key in defaults if key not in stated}
     yield same("model", settings)
 
     channels, height, width = args["input_size"] or published.input_size
