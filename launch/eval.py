@@ -160,8 +160,7 @@ class _Subject(NamedTuple):
 def _read(
     path: str, args: argparse.Namespace, root: str | None, split: str, world: World
 ) -> _Subject:
-    """Read the weights of a run or another program, to evaluate them on the split `split` of
-    `root`.
+    """Read weights from a run or another program, to be evaluated on the split `split` of `root`.
 
     path: the path of the weights, or "" for the newest run. Raises ValueError if there is no config
     and --finetune is not set.

@@ -115,8 +115,8 @@ class TrainStep:
             batch: The batch after `Augment.change_batch`, on any device.
             stop: Whether this rank has received a signal.
             report: Values to send to all ranks. Every rank must pass the same number of values.
-            loss_limit: The update is skipped if the mean loss of the global batch is above this
-                limit, which is the same on all ranks.
+            loss_limit: Skip the update if the mean loss of the global batch is above this limit.
+                All ranks must pass the same limit.
         """
         sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, loss_limit)
         return StepResult(sums, grad_norm, len(report), rows, measured)

@@ -5,9 +5,9 @@ from a particular point in the active DataLoader if the state was saved during t
 epoch. You can use skip_first_batches() to do so." The loop follows Accelerate's example
 (https://github.com/huggingface/accelerate/blob/main/examples/complete_cv_example.py).
 
-Variants that this page does not mention: "seedable sampler" sets `use_seedable_sampler` of
+Variants that Accelerate's page does not mention: "seedable sampler" sets `use_seedable_sampler` of
 `DataLoaderConfiguration` and calls `set_epoch` ("without set_epoch" does not call it); "stateful
-loader" sets `use_stateful_dataloader`, as Accelerate's example by_feature/checkpointing.py does.
+loader" sets `use_stateful_dataloader`, as in Accelerate's example by_feature/checkpointing.py.
 """
 
 import torch

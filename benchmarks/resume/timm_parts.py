@@ -8,8 +8,9 @@ timm's wheel does not contain train.py, so this loop calls the same functions in
 manual epoch number (useful on restarts)", which overrides the returned epoch. The seed of each rank
 is --seed plus the rank.
 
-Variant "start epoch": --start-epoch with the killed epoch, instead of the epoch after it. Variant
-"epochs": --recovery-interval 0, the default, so that only last.pth.tar of each epoch is saved.
+Variant "start epoch": pass --start-epoch the epoch in which the run was killed, instead of the
+epoch after it. Variant "epochs": leave --recovery-interval at 0, its default, so that only
+last.pth.tar is saved after each epoch.
 """
 
 import re

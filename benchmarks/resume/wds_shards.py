@@ -4,7 +4,7 @@ https://github.com/webdataset/webdataset/issues/271: "With resampling, there is 
 training, since simply restarting the job will give you the same distribution of samples". The state
 consists of the model's state and the number of steps. An epoch is a fixed number of batches.
 
-Variant "detshuffle": no resampling, but seeded shuffles, of which the first batches are skipped.
+Variant "detshuffle": seeded shuffles instead of resampling. The first batches are skipped.
 https://github.com/webdataset/webdataset/issues/177: "WebDataset gives you the primitives you need
 (slice, detshuffle, rng= arguments), but it can't do it for you". No page shows such a loop.
 """

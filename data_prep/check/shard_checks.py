@@ -67,7 +67,7 @@ class ShardFinding(NamedTuple):
 
 class CheckedShard(NamedTuple):
     root: Path
-    """The folder that contains the index, `.idx` and sidecar."""
+    """The folder that contains the index, the `.idx` file and the sidecar."""
     name: str
     shown: str
     """The name used for the data set in messages."""

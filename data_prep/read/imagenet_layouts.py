@@ -130,7 +130,7 @@ def _layout_of(
     places: Callable[[], Sequence[TarPlace]],
     inputs: Iterable[Path] = (),
 ) -> ImageNetLayout:
-    """Return the layout for tars or folders. inputs: see `ImageNetLayout`, `path` by default."""
+    """Return the layout for tars or folders. inputs: see `ImageNetLayout`; defaults to `path`."""
     return ImageNetLayout(
         split,
         title,

@@ -340,7 +340,7 @@ def _columns_in_header(
     if names and "metadata." not in os.path.basename(place).lower():
         # A metadata.csv may contain captions.
         raise PrepError(
-            f"{place}: it is unclear whether the classes are the folders or in one of the"
+            f"{place}: it is unclear whether the classes are given by the folders or by one of the"
             f" columns {few(names)}: choose a column with --label-column, or use --layout to"
             " ignore the lists"
         )

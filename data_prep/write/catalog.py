@@ -248,13 +248,14 @@ class Builder:
                 file.close()
 
     def _count(self, split: str, labels: np.ndarray) -> None:
-        """Add labels to the counts of a split. Raises PrepError for a label outside the classes."""
+        """Add labels to the counts of a split. Raises PrepError for a label that is not one of the
+        classes."""
         num_classes = len(self.class_names)
         lowest = 0 if num_classes else -1  # the label of images without classes
         outside = labels[(labels < lowest) | (labels >= num_classes)]
         if len(outside):
             raise PrepError(
-                f"split {split!r}: {len(outside)} labels are outside [0, {num_classes}), the first"
+                f"split {split!r}: {len(outside)} labels are outside [0, {num_classes}); the first"
                 f" is {outside[0]}"
             )
         self._counts[split] = self.count(split) + self._per_class(labels)
@@ -343,7 +344,7 @@ class Builder:
         Half the 95 % confidence interval of an accuracy p of n images is 1.96 * sqrt(p * (1 - p) /
         n), at most 0.98 / sqrt(n) (at p = 0.5).
         """
-        may_grow = 0 < fraction < 0.2  # Do not suggest more than 20 %.
+        may_grow = 0 < fraction < 0.2  # Never suggest holding out more than 20 % of train.
         is_small = split == "val" and num_images < 100
         if is_small and may_grow:
             self.report(

@@ -44,7 +44,7 @@ applied."""
 
 
 class Unreadable(ValueError):
-    """The exception raised if an image cannot become a sample. The message is the reason."""
+    """The exception raised if an image cannot become a sample. Its message states the reason."""
 
 
 @dataclass(frozen=True)

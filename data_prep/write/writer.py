@@ -265,7 +265,7 @@ def _complete_shards(plan: WritePlan) -> Sidecars:
 
 
 def _is_of_plan(job: ShardWork, sidecar: dict[str, Any], num_bytes: int) -> bool:
-    """Return whether a sidecar describes the shard of a job, whose tar has `num_bytes`."""
+    """Return whether a sidecar describes a job's shard, whose tar is `num_bytes` long."""
     return (
         sidecar.get("plan") == job.plan
         and sidecar["bytes"] == num_bytes

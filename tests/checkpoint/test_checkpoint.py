@@ -117,8 +117,8 @@ def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
 
 def test_one_checkpoint_in_every_so_many_is_kept(tmp_path):
     """With a checkpoint every 10 steps and `keep_every=3`, the checkpoints at steps 30, 60 and so
-    on are kept in addition to the newest. The checkpoint of the stop at step 47 is kept only while
-    it is one of the newest."""
+    on are kept in addition to the newest. The checkpoint saved when the run stopped at step
+    47 is kept only while it is among the newest."""
     kept = CheckpointConfig(every_steps=10, keep_last=2, keep_every=3)
     for step in (10, 20, 30, 40, 47, 50, 60, 70, 80):
         write_checkpoint(tmp_path, {"model.a": torch.ones(1)}, {"step": step}, {}, 1, kept)

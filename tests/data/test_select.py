@@ -77,7 +77,7 @@ def test_invalid_exclusions_are_reported(split, tmp_path):
         choose(split, Selection(exclude=str(path)))
     path.write_text("label=x\nclass=nobody\nlabel=3\n")
     message = (
-        r"expected a key, label=NUMBER \(0 to 2\) or .*; line 1 is 'label=x', line 2 is"
+        r"each line must be a key, label=NUMBER \(0 to 2\) or .*; line 1 is 'label=x', line 2 is"
         r" 'class=nobody', line 3 is 'label=3'"
     )
     with pytest.raises(ShardError, match=message):

@@ -211,8 +211,8 @@ def test_classes_are_mapped_by_name(shards, other, tmp_path):
     with pytest.raises(
         ShardError,
         match=(
-            r"data\.sources\[1\] \(.*set 'train'\): has classes that .* 'val' lacks: 'new'; exclude"
-            r" them with its exclude, a file with one line class=NAME for each"
+            r"data\.sources\[1\] \(.*set 'train'\): has classes that .* 'val' lacks: 'new'; list"
+            r" them in its exclude file, one class=NAME per line"
         ),
     ):
         train_set_of_sources(splits, [Selection(), Selection()], [None, None], val, None)

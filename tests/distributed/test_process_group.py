@@ -186,7 +186,7 @@ def test_hosts_must_see_the_same_data():
     assert isinstance(ended[0], AlreadyReported)
     assert isinstance(ended[2], AlreadyReported)
     assert str(ended[1]).startswith(
-        f"{socket.gethostname()} sees different data from rank 0 (b, expected a)"
+        f"{socket.gethostname()} does not see the same data as rank 0 (b, expected a)"
     )
 
 

@@ -207,7 +207,7 @@ def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
         ([[3]] * 23, "contains the label 3, expected whole numbers from 0 to 2"),
         ([["0"]] * 23, 'contains the label "0", expected whole numbers from 0 to 2'),
         ([[]] * 23, "eval.sets.real.labels=<path>: no image has a label"),
-        ([[1]] * 23, "only 35% of the labels of <root> 'val' occur in this list"),
+        ([[1]] * 23, "only 35% of the labels of <root> 'val' agree with this list"),
     ],
 )
 def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):

@@ -208,7 +208,8 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Start a cluster with the nodes n1 and n2 and three partitions: main, grace (with 30 s of
-    notice before a preemption) and urgent. Jobs in urgent preempt jobs in the other partitions."""
+    notice before a preemption) and urgent. Jobs in the partition `urgent` preempt jobs in the other
+    partitions."""
     missing = [
         name
         for name in DAEMONS

@@ -59,8 +59,9 @@ class ModelConfig(Section):
     class_token: bool | None = None
     """Prepend a learned token, which `global_pool: token` needs."""
     dist_token: bool | None = None
-    """Add a second learned token, with a second head that learns from the teacher (`distill`); the
-    output is the mean of both heads (timm's name; DeiT's distilled models, arXiv 2012.12877)."""
+    """Add a second learned token, whose own head learns from the teacher (`distill`); the output is
+    the mean of both heads. The name is timm's; DeiT's distilled models have this token (arXiv
+    2012.12877)."""
     reg_tokens: Annotated[int, Field(ge=0)] | None = None
     """Registers: learned tokens after the class token whose outputs are not used (Darcet et al.
     2023, arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""

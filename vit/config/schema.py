@@ -424,8 +424,8 @@ class AugmentConfig(Section):
     mixup_mode: Annotated[
         Literal["batch", "pair", "elem"], OnlyWith("mixup_alpha", "cutmix_alpha")
     ] = "batch"
-    """Images that share lambda and box, as in timm: `batch`, all images in a group; `pair`, two
-    images that mix with each other; `elem`, none, so each image has its own lambda and box."""
+    """Images that share lambda and box, as in timm: `batch`, all images in a group; `pair`, the two
+    images that are mixed with each other; `elem`, none: each image has its own lambda and box."""
     mix_group_size: Annotated[int, Field(ge=2), OnlyWith("mixup_alpha", "cutmix_alpha")] = 4
     """Number of images in a group that mix with each other. It must divide the micro-batch, so that
     batches do not depend on the number of ranks."""

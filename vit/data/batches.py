@@ -216,7 +216,7 @@ class AugmentedBatches(Batches):
         Args:
             rows: This rank's rows of the global batch, or None for all rows.
             num_batches: The length of the run, so that no batches after its end are read ahead.
-            changes: The excluded and relabeled samples, which keep their places.
+            changes: The excluded and relabeled samples, which keep their positions in the order.
         """
         rows = range(order.global_batch_size) if rows is None else rows
         self.split = split

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HOLE = -1
-"""The label of a sample that keeps its place, but has no weight."""
+"""The label of an excluded sample, which keeps its position in the order but has no weight."""
 
 
 @dataclass(frozen=True)

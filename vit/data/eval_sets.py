@@ -232,9 +232,9 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
         agree = sum(int(label) in row for row, label in scored) / len(scored)
         if agree < LEAST_AGREEMENT:
             raise ValueError(
-                f"{setting}: only {agree:.0%} of the labels of {split.root} {split.name!r} occur in"
-                " this list: sort the list by image key and use the same class numbers, or give an"
-                " object that maps keys to lists"
+                f"{setting}: only {agree:.0%} of the labels of {split.root} {split.name!r} agree"
+                " with this list: sort the list by image key and use the same class numbers, or"
+                " give an object that maps each key to a list of labels"
             )
     return rows
 

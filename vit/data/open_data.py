@@ -101,7 +101,7 @@ class TrainReader(Protocol):
 
 
 class IndexedShards:
-    """Reads shards with an index, from which any batch can be made. See `TrainReader`."""
+    """Reads shards through an index, so that it can create any batch. See `TrainReader`."""
 
     def open_splits(self, config: Config, world: World | None = None) -> list[Split]:
         """See `TrainReader`."""

@@ -20,9 +20,10 @@ different augmentation. An example with 8 images a to h, 2 copies, one lane and 
     form `sampler`    d0 a0 d1 a1 | f0 c0 f1 c1 |    then shuffled again
 
 An epoch still has N // G = 2 steps. With the `batch` form (affjljoo3581/deit3-jax:src/dataset.py),
-two epochs show each image exactly twice, except images that do not fill a batch. With the `sampler`
-form (facebookresearch/deit:samplers.py), each epoch shows half of the images. MixUp and CutMix mix
-neighboring rows, so the rows of a lane are sorted by copy to avoid mixing two copies of one image.
+two epochs show each image exactly twice, except the images left over from an incomplete batch. With
+the `sampler` form (facebookresearch/deit:samplers.py), each epoch shows half of the images. MixUp
+and CutMix mix neighboring rows, so the rows of a lane are sorted by copy to avoid mixing two copies
+of one image.
 
 `shares` describes selected samples and multiple sources. The order then permutes draws instead of
 samples, numbered source by source. A source with as many draws as samples shows each sample once
@@ -90,8 +91,8 @@ class _EpochBlocks:
         if self.num_blocks == 1:
             return inside
 
-        # The permutation is only defined on [0, n), so clip positions inside the short block. The
-        # next line replaces their result.
+        # The permutation is defined only on [0, n), so clip the short block's slot to this range.
+        # The next line replaces the result for this slot.
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
         number = np.where(slot == self.short_slot, self.num_blocks - 1, self._permuted(full))
         return number * self.block + inside

@@ -36,7 +36,7 @@ def count_equal(train_set: TrainSet, split: Split) -> int:
 def image_keys(index: np.ndarray) -> NDArray[np.uint64]:
     """Return one number per image, (n,), that combines its checksum and size.
 
-    index: (n,) INDEX_DTYPE, or an object that returns its columns.
+    index: An array (n,) of INDEX_DTYPE, or an object that provides the same columns.
     """
     return index["crc32c"].astype(np.uint64) << np.uint64(32) | index["size"].astype(np.uint64)
 

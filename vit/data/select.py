@@ -1,9 +1,10 @@
 """Select the training samples of a split with exclusion lists and a random subset.
 
 The index is read in chunks of rows. If many samples are excluded, they are removed. Otherwise, they
-keep their places (`vit.data.changes`). A subset consists of the samples with the smallest hash of
-(subset seed, sample number), among all samples or per class. A larger subset therefore contains
-every smaller one. Sample numbers are sorted, so that neighbors in the shards stay neighbors.
+keep their positions in the order (`vit.data.changes`). A subset consists of the samples with the
+smallest hash of (subset seed, sample number), among all samples or per class. A larger subset
+therefore contains every smaller one. Sample numbers are sorted, so that neighbors in the shards
+stay neighbors.
 """
 
 import csv
@@ -32,7 +33,7 @@ from vit.system.spelling import few
 CHUNK_ROWS = 1 << 20
 """The number of index rows that are in memory at the same time."""
 HOLES_AT_MOST = 0.05
-"""The largest fraction of samples that can be excluded and keep their places. Each such sample
+"""The largest fraction of samples that can be excluded but keep their positions. Each such sample
 wastes the computation for one row. If the fraction is larger, the excluded samples are removed,
 which changes all batches."""
 QUARANTINE = ".jsonl"
@@ -237,9 +238,9 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
 
     if problems:
         raise ShardError(
-            f"{name}exclude={path}: expected a key, label=NUMBER (0 to {split.num_classes - 1}) or"
-            " class=NAME of an existing class in each line, or an object with `key` in each line"
-            f" of a {QUARANTINE} file; {few(problems, 3)}"
+            f"{name}exclude={path}: each line must be a key, label=NUMBER (0 to"
+            f" {split.num_classes - 1}) or class=NAME (an existing class), or in a {QUARANTINE}"
+            f" file an object with `key`; {few(problems, 3)}"
         )
     return list(keys), labels
 
@@ -260,9 +261,8 @@ def _read_relabel(path: Path, split: Split, name: str) -> tuple[dict[int, int], 
 
     if problems:
         raise ShardError(
-            f"{name}relabel={path}: expected a key, a comma, and label=NUMBER (0 to"
-            f" {split.num_classes - 1}) or class=NAME of an existing class in each line;"
-            f" {few(problems, 3)}"
+            f"{name}relabel={path}: each line must be a key, a comma, and label=NUMBER (0 to"
+            f" {split.num_classes - 1}) or class=NAME (an existing class); {few(problems, 3)}"
         )
 
     numbers, note = _find_keys(list(labels), split, f"{name}relabel={path}", may_lack_all=False)

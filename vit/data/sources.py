@@ -43,7 +43,7 @@ class TrainSet(NamedTuple):
     identity: str = ""
     """A fingerprint of the selection, which must not change when a run is resumed."""
     changes: Changes = NO_CHANGES
-    """The samples that keep their places, but are excluded or relabeled."""
+    """The samples that are excluded or relabeled, but keep their positions in the order."""
 
 
 def train_set_of(split: Split, selection: Selection) -> TrainSet:
@@ -328,6 +328,6 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     named = few([repr(split.class_names[label]) for label in missing])
     raise ShardError(
         f"{_describe(number, split)}: has classes that {classes_of.root} {classes_of.name!r} lacks:"
-        f" {named}; exclude them with its exclude, a file with one line class=NAME for each, or"
-        " evaluate on data that contain them"
+        f" {named}; list them in its exclude file, one class=NAME per line, or evaluate on data"
+        " that contain them"
     )

@@ -50,8 +50,8 @@ PARTS_PER_MEASUREMENT = 64
 
 MAX_QUEUED_PARTS = 256
 """The maximum number of parts in the pipe. These parts take 4 KiB, which fits in any pipe, so
-sending one never blocks. If a user has a thousand pipes, Linux limits further pipes to 8 KiB
-each."""
+sending one never blocks. Once a user has about a thousand open pipes, Linux limits each further
+pipe to 8 KiB."""
 _PART = struct.Struct("<qii")
 """The message that describes a part: position, slot, first row. A message this small is read as a
 whole, even if several workers read from the pipe."""

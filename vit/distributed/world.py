@@ -257,8 +257,8 @@ class World:
             seen = look() if self.is_local_main and not self.is_main else expected
             if seen != expected:
                 raise ValueError(
-                    f"{socket.gethostname()} sees different {subject} from rank 0 ({seen}, expected"
-                    f" {expected}): give all hosts the same files"
+                    f"{socket.gethostname()} does not see the same {subject} as rank 0 ({seen},"
+                    f" expected {expected}): give all hosts the same files"
                 )
         return expected
 

@@ -1,4 +1,4 @@
-"""Evaluate models exactly: every image is counted once, with any number of ranks.
+"""Evaluate models exactly: every image is counted once, regardless of the number of ranks.
 
 Training evaluates its models with an `Evaluator`, and `vit.evaluation.compare` evaluates weights
 from files. `vit.data.eval_sets` defines which classes count as correct.

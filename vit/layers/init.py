@@ -29,15 +29,15 @@ def undrawn() -> Iterator[None]:
     parameters takes one second on one core for ViT-B and seven seconds for ViT-H.
     """
 
-    def instead_of(draw: Any) -> Any:
-        def leave(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def skipping_parameters(draw: Any) -> Any:
+        def draw_unless_parameter(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             return tensor if isinstance(tensor, nn.Parameter) else draw(tensor, *args, **kwargs)
 
-        return leave
+        return draw_unless_parameter
 
     draws = {name: getattr(nn.init, name) for name in _DRAWS}
     for name, draw in draws.items():
-        setattr(nn.init, name, instead_of(draw))
+        setattr(nn.init, name, skipping_parameters(draw))
 
     try:
         yield

@@ -17,7 +17,8 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
     """
     if dim % 4 or dim < 8:
         raise ValueError(
-            f"pos_embed 'sincos2d' needs an embed_dim of 8, 12, 16 and so on, not {dim}"
+            f"pos_embed 'sincos2d' needs an embed_dim that is a multiple of 4 and at least 8, not"
+            f" {dim}"
         )
 
     # Compute in float64, and round once at the end.

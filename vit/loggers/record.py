@@ -57,7 +57,7 @@ class Record:
 
     Args:
         total_steps: The number of steps to show in the progress line.
-        first_step: The step at which the progress line begins.
+        first_step: The step from which the progress line starts to count.
         lock: The lock of the run folder, which is acquired if it is not held yet, and released by
             `close`.
     """

@@ -113,9 +113,10 @@ _unfinished: set[int] = set()
 
 def _leave_unfinished() -> None:
     """Make a forked process release the files that its parent is writing."""
-    # A loader worker lives for hours. Its inherited descriptor would keep an abandoned file locked
-    # and a removed file on disk. Replace the descriptors instead of closing them. Otherwise the
-    # worker's copy of the file object could write to the next file with the same descriptor number.
+    # A loader worker runs for hours. During this time, its inherited descriptor would keep an
+    # abandoned file locked and a removed file on disk. Replace the descriptors instead of closing
+    # them. Otherwise the worker's copy of the file object could write to the next file with the
+    # same descriptor number.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _unfinished:
         os.dup2(null, descriptor, inheritable=False)

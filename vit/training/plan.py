@@ -313,8 +313,8 @@ def _check_schedule(schedule: ScheduleConfig, plan: Plan) -> None:
 def rates(
     config: Config, plan: Plan
 ) -> tuple[Callable[[int], float], Callable[[int], float | None]]:
-    """Return the learning rate and weight decay as functions of the step. A function is None if its
-    value is constant."""
+    """Return the learning rate and weight decay as functions of the step. The function of the
+    weight decay returns None if the weight decay is constant."""
     schedule = config.schedule
     learning_rate = partial(
         lr_at,

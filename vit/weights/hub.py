@@ -65,7 +65,7 @@ def fetch(name: str) -> HubCopy:
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise WeightsError(
-            f"{name} is not a name on the hub: use hf-hub:OWNER/REPO, or timm/NAME.TAG"
+            f"{name} is not a valid repository name: use hf-hub:OWNER/REPO, or timm/NAME.TAG"
         )
 
     repository, revision = parts.groups()

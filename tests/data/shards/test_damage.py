@@ -156,7 +156,7 @@ def change_info(root: Path, **changes) -> None:
         ),
         (
             lambda root: change_info(root, class_names=["a", "b", "c"]),
-            r"3 labels are outside \[0, 3\), the first is 3 \(sample 3, train-00000",
+            r"3 labels are outside \[0, 3\); the first is 3 \(sample 3, train-00000",
         ),
     ],
 )
@@ -328,7 +328,7 @@ def test_a_label_out_of_range_in_the_index_is_reported(root):
     rows["label"][7] ^= 1 << 20
     np.save(path, rows)
     with pytest.raises(
-        ShardError, match=r"1 labels are outside .* delete the outdated train\.index\.npy"
+        ShardError, match=r"1 labels are outside .* train\.index\.npy is outdated: delete it"
     ):
         open_split(root, "train")
     path.unlink()

@@ -161,8 +161,8 @@ def test_files_of_a_killed_process_are_removed(tmp_path):
             "split 'train': 2 keys are not unique .*: a, b; rename these images",
         ),
         (["x y.jpg", "x_y.jpg"], [0, 1], "1 keys are not unique .*: x_y"),
-        (["a.jpg", "b.jpg"], [0, 3], r"1 labels are outside \[0, 3\), the first is 3"),
-        (["a.jpg"], [-1], r"1 labels are outside \[0, 3\), the first is -1"),
+        (["a.jpg", "b.jpg"], [0, 3], r"1 labels are outside \[0, 3\); the first is 3"),
+        (["a.jpg"], [-1], r"1 labels are outside \[0, 3\); the first is -1"),
         ([], [], "contains no samples"),
     ],
 )

@@ -366,10 +366,10 @@ def _check_labels(
         shard = bisect.bisect_right(first_samples(described.lengths), first) - 1
         raise ShardError(
             f"{root}/_info.json, split {split!r}: {len(outside)} labels are outside [0,"
-            f" {num_classes}), the first is {labels[first]} (sample {first},"
+            f" {num_classes}); the first is {labels[first]} (sample {first},"
             f" {described.filenames[shard]}): correct the shard, or the classes in _info.json. If"
-            f" both are right, delete the outdated {split}.index.npy, and the next start rebuilds"
-            " it"
+            f" both are right, {split}.index.npy is outdated: delete it, and the next start"
+            " rebuilds it"
         )
 
     return num_classes

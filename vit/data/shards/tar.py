@@ -56,7 +56,7 @@ class Member(NamedTuple):
     """A file in a tar."""
 
     ext: str
-    """The name after the key, in lowercase."""
+    """The part of the member's name after the key, in lowercase."""
     offset: int
     """The position of the first byte in the tar."""
     size: int

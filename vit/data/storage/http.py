@@ -198,7 +198,7 @@ class WebFile(io.RawIOBase):
 
     def _request(self) -> None:
         """Send a request for the remaining bytes, and check the response."""
-        # Check the speed at the first request after each period of the retry limit.
+        # Check the speed at the first request after every `retry.limit_s` seconds of waiting.
         elapsed_s = self._waited_s - self._mark_s
         if elapsed_s > self.retry.limit_s:
             num_bytes = self.at - self._mark_at
@@ -286,8 +286,8 @@ class WebFile(io.RawIOBase):
         if response.status == 416:
             if self.at < size:
                 raise RetryableError(
-                    f"the server reports that the file ends before byte {self.at} but has {size}"
-                    " bytes"
+                    f"the server reports that the file ends before byte {self.at}, but also that it"
+                    f" has {size} bytes"
                 )
             return size
         if response.status != 206:

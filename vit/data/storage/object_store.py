@@ -312,7 +312,8 @@ class ObjectStore:
 
         Args:
             name: The file name for messages, or "" for the folder.
-            in_use: Whether the file has existed before. If so, even a refusal may be temporary.
+            in_use: Whether the file already existed before the call. If so, even a refusal may
+                be temporary.
         """
         import fsspec  # not needed for shards on a local disk
 

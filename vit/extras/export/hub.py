@@ -57,8 +57,9 @@ if __name__ == "__main__":
         analytics_enabled=False,
     ).launch()
 '''
-"""The text of app.py. With these arguments, gradio passes on the photo's file, so the page
-preprocesses the photo as in evaluation. Classes with the same name are shown with their numbers."""
+"""The text of app.py. With these arguments, gradio passes the photo's file through unchanged,
+so the page preprocesses the photo exactly as in evaluation. Classes with the same name are shown
+with their numbers."""
 REASONS = {
     None: "no connection to the hub ({text}): wait for it, or copy the folder elsewhere",
     401: "you are not logged in, or the token is not valid: run `hf auth login` or set HF_TOKEN",
@@ -84,8 +85,8 @@ def check_repository(name: str) -> None:
         ) from None
     except HFValidationError:
         raise WeightsError(
-            f"--to hub {name}: not a name on the hub: expected OWNER/NAME of at most 96 letters,"
-            " digits, '-', '_' and '.' (no '--' or '..')"
+            f"--to hub {name}: not a valid repository name: expected OWNER/NAME of at most 96"
+            " letters, digits, '-', '_' and '.' (no '--' or '..')"
         ) from None
 
 

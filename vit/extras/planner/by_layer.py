@@ -105,7 +105,7 @@ class MemoryNeeds(NamedTuple):
 
 
 def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
-    """Count the bytes for inference in fp32 and for training with the config's settings."""
+    """Calculate the memory for inference in fp32 and for training with the config's settings."""
     one, some, more = (
         step_memory(config, _plan_of(size), num_classes)
         for size in (1, FROM_IMAGES, 2 * FROM_IMAGES)

@@ -56,7 +56,8 @@ class SizeStage:
     stop: int
     """The step at which the stage ends."""
     image_s: float
-    """The seconds in which one GPU trains on one image, including the teacher and the update."""
+    """The time in seconds that one GPU takes to train on one image, including the teacher and the
+    update."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ class Forecast:
     eval_images: int
     """The number of images in all evaluations."""
     eval_image_s: float
-    """The seconds in which one GPU evaluates one image."""
+    """The time in seconds that one GPU takes to evaluate one image."""
     gradient_bytes: int
-    """The bytes of gradients that the ranks sum in each step."""
+    """The number of gradient bytes that the ranks sum in each step."""
 
     @property
     def fits(self) -> bool:
@@ -100,7 +101,7 @@ class Forecast:
 
     @property
     def image_s(self) -> float:
-        """The seconds in which one GPU trains on one image, averaged over the run."""
+        """The time in seconds that one GPU takes to train on one image, averaged over the run."""
         starts = (0, *(stage.stop for stage in self.stages[:-1]))
         total_s = sum(
             (stage.stop - start) * stage.image_s

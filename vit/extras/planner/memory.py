@@ -1,4 +1,4 @@
-"""Count the bytes of a training step on one device without computing the step.
+"""Calculate the memory that a training step needs on one device, without running the step.
 
 `vit.step.TrainStep` runs under torch's FakeTensorMode, in which tensors have a shape but no memory.
 The size of each new storage is added to a sum. The size is subtracted when the last tensor that
@@ -89,7 +89,8 @@ class StepMemory:
 
 
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
-    """Count the bytes of a training step on each rank. `train.precision` must not be `auto`.
+    """Calculate the memory that a training step needs on each rank. `train.precision` must not be
+    `auto`.
 
     The step is not compiled. A compiled step needs less memory. Batches have the sizes in `plan`
     and the largest image size of the run.

@@ -34,7 +34,7 @@ _IRRELEVANT = (
 """The settings that change neither the trained weights nor their evaluation."""
 
 MAGNITUDE_STD = "augment.magnitude_std"
-"""A setting of timm's policies. A policy of another program has no value for it."""
+"""A setting of timm's augmentation policies. Other programs' policies have no value for it."""
 
 
 class SettingDifference(NamedTuple):

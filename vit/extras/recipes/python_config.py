@@ -98,7 +98,9 @@ class PythonConfig:
         except SyntaxError as error:
             raise ValueError(f"{source}:{error.lineno}: not valid Python: {error.msg}") from None
         except (RecursionError, MemoryError):
-            raise ValueError(f"{source}:1: the config is nested too deep: remove nesting") from None
+            raise ValueError(
+                f"{source}:1: the config is nested too deeply: reduce the nesting"
+            ) from None
 
         self._run(tree.body, [self.names])
 
@@ -319,7 +321,7 @@ class PythonConfig:
     ) -> Any:
         """Return what a function of the file returns for these arguments. node: the call."""
         if self._depth > 20:
-            raise self._error(node, "function calls are nested too deep")
+            raise self._error(node, "function calls are nested too deeply")
 
         parameters = function.node.args
         names = [argument.arg for argument in parameters.args]

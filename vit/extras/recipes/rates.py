@@ -36,7 +36,7 @@ def timm_cosine(
     (huggingface/pytorch-image-models@aa4b5850:timm/scheduler/cosine_lr.py).
 
     Args:
-        epochs: The length of the cosine.
+        epochs: The length of the cosine schedule.
         warmup_prefix: Start the cosine after the warm-up instead of at epoch 0.
         k_decay: The exponent of the completed share, which changes the shape of the cosine.
         per_step: Change the rate each step.
@@ -214,7 +214,7 @@ def map_schedule(
         unused: The arguments of other schedules.
         note: A text about the schedule `kind`.
         reasons: Why the learning rates differ.
-        epochs: The length of the cosine, if it differs from that of the training.
+        epochs: The length of the cosine schedule, if it differs from the length of training.
     """
     lr = reading.settings["optim.lr"]
     has_warmup = settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps")

@@ -52,7 +52,7 @@ _PLAIN = (
     r"(vit|deit|deit3)_(?P<size>tiny|small|base|large|huge)(?P<distilled>_distilled)?"
     r"_patch(?P<patch>\d+)_\d+"
 )
-"""Matches names of timm models that are equal to a model of this project."""
+"""Matches the names of timm models that are identical to a model of this project."""
 
 
 def _map_initial_weights(reading: Reading) -> Findings:
@@ -73,7 +73,7 @@ def _map_initial_weights(reading: Reading) -> Findings:
 
 
 def _plain(reading: Reading) -> re.Match[str] | None:
-    """Return a match if the model equals a model of this project."""
+    """Return a match if the model is identical to a model of this project."""
     return re.fullmatch(_PLAIN, _model_name(reading).partition(".")[0])
 
 
@@ -82,7 +82,8 @@ def _model_name(reading: Reading) -> str:
 
 
 def _map_model(reading: Reading) -> Findings:
-    """Map the model and its image size, unless `--input-size` and others state it."""
+    """Map the model and its image size, which is the published one unless `--input-size`,
+    `--img-size` or `--model-kwargs` sets it."""
     args = reading.args
     name = _model_name(reading)
     published = _published(name)

@@ -8,8 +8,8 @@ If no lease exists or the lease has expired, a job writes its own lease and wait
 lease if the file then still contains its token. If several jobs write at the same time, the last
 job wins. The time between a job's read and its write must be shorter than the subsequent wait
 (Fischer's algorithm, in Lamport, "A fast mutual exclusion algorithm", 1987). A read must return the
-last write, as in S3 and Google Cloud Storage. If the store can refuse to replace a file, the lease
-also uses that feature.
+last write, as in S3 and Google Cloud Storage. If the store can refuse to overwrite an existing
+file, the lease relies on this refusal as well.
 
 A lease expires if it is not rewritten for `lease_s` seconds. Clocks of machines may differ, so the
 time is measured by the store or by this process. `place` identifies the holder's folder. A job that
@@ -169,8 +169,9 @@ class Lease:
         """Write the lease again, or set `_problem` if it is no longer this job's.
 
         A write may come too late, if this process was suspended after the read. It may then have
-        replaced the lease of another job, which writes its own token again at its next renewal. So
-        after a late write, this job waits for that renewal, and reads the lease again.
+        replaced the lease of another job, which writes its own token again at its next renewal.
+        After a late write, this job therefore waits until the other job has had time to renew its
+        lease, and then reads the lease again.
         """
         is_late = True
         while is_late:

@@ -325,7 +325,7 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
 def plot_curves(metrics: Path, picture: Path) -> Path:
     """Plot loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
 
-    Dotted lines mark restarts, gray lines mark changes of the image size, crosses mark skipped
+    Dotted lines mark restarts, gray lines mark changes in image size, and crosses mark skipped
     updates. Curves with more than 500 points are averaged. Returns `picture`.
     """
     history = _read_curves(metrics)

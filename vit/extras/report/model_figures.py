@@ -411,7 +411,8 @@ def plot_attention(
     Args:
         images: (B, C, H, W) uint8.
         relevance: (B, h, w) float, scaled to [0, 1] in each image.
-        labels, predictions: B classes, or -1 if the logits were NaN.
+        labels: The correct class of each image.
+        predictions: The predicted class of each image, or -1 if the logits were NaN.
         probabilities: The probabilities of the predicted classes.
 
     Returns `picture`.

@@ -78,7 +78,8 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
 
 
 def _log_conditions(subject: Subject, form: ImageFormat) -> None:
-    """Log the device, and what of the config cannot be measured. form: the config's image sizes."""
+    """Log the device and the parts of the config that cannot be measured. form: the config's image
+    sizes."""
     subject.log(f"{device_name(subject.world)}: {peak_text(*astuple(subject.peak))}")
     note = precision_note(subject.config.train.precision, subject.world.device)
     if note:

@@ -40,7 +40,8 @@ IDENTITY = (
     "num_devices",
     "micro_batch_size",
 )
-"""The fields that identify a row. A new row replaces a stored row with the same values."""
+"""The fields that identify a row. A new row replaces the stored row that has the same
+values in these fields."""
 
 
 def check_writable(option: str, folder: Path) -> None:
