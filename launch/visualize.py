@@ -7,9 +7,9 @@
     python launch/visualize.py compare runs/demo runs/demo_finetune
     python launch/visualize.py curves runs/demo runs/demo_finetune --out curves.pdf
 
-By default, the newest run is used. The images come from the run's validation set (--samples), or
-from files, folders and tars that you name (--image). The suffix of --out selects the format. png is
-the default, and pdf and svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
+By default, the newest run is used. The images come from the run's validation set (--samples) or
+are the files, folders and tars that you name (--image). The suffix of --out selects the format. png
+is the default, and pdf and svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
 """
 
 import sys

@@ -100,7 +100,7 @@ def test_other_programs_read_the_shards(reader, whose, tmp_path, request, monkey
 def test_timm_reads_labels_in_json(tmp_path):
     import timm.data
 
-    assert "(timm: `target_key` for a field of `.json`" in PAGE
+    assert "in timm, use `target_key` for a field of a `.json` file" in PAGE
     with webdataset.TarWriter(str(tmp_path / "train-0.tar")) as tar:
         for n in range(4):
             tar.write({"__key__": f"{n}", "jpg": photo(n), "json": {"label": n % 3}})
