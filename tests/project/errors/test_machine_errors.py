@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import multiprocessing
 import os
-import re
 import runpy
 import shutil
 import signal
@@ -284,15 +283,14 @@ def test_an_old_python_parses_a_command_up_to_the_check_of_versions():
         ast.parse(path.read_text(), feature_version=(3, 8))
     for path in (REPOSITORY / "launch").glob("*.py"):
         if path.name != "check_versions.py":
-            imports = [
-                line for line in path.read_text().splitlines() if re.match(r"(import|from) ", line)
-            ]
-            ours = [
-                line
-                for line in imports
-                if line.split()[1].split(".")[0] not in sys.stdlib_module_names
-            ]
-            assert ours[0].startswith("import check_versions"), (
+            modules = []
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Import):
+                    modules += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    modules.append(str(node.module))
+            ours = [each for each in modules if each.split(".")[0] not in sys.stdlib_module_names]
+            assert ours[0] == "check_versions", (
                 f"{path.name}: another import must not run before the version check"
             )
 
