@@ -140,7 +140,20 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         objective = Objective(cross_entropy)
         if teacher is not None:
             objective = Distilled(cross_entropy, teacher)
-        train_step = _create_step(config, plan, num_classes, model, optimizer, objective)
+        augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
+        train_step = TrainStep(
+            model,
+            optimizer,
+            augment,
+            objective,
+            DataParallel(model, World(0, 1, device)),
+            lr_at=lambda step: config.optim.lr,
+            micro_batch_size=plan.micro_batch_size,
+            precision=train.precision,
+            clip_grad_norm=config.optim.clip_grad_norm,
+            # The plan has a single step, so this step also measures the norms.
+            probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
+        )
 
         bytes_before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
@@ -167,32 +180,6 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         augmentation=augmentation_bytes(
             config.augment, tuple(batch.images.shape[1:]), rank_batch_size
         ),
-    )
-
-
-def _create_step(
-    config: Config,
-    plan: Plan,
-    num_classes: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective,
-) -> TrainStep:
-    """Create the step of a single rank on the CPU, without augmentation."""
-    device = torch.device("cpu")
-    augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
-    return TrainStep(
-        model,
-        optimizer,
-        augment,
-        objective,
-        DataParallel(model, World(0, 1, device)),
-        lr_at=lambda step: config.optim.lr,
-        micro_batch_size=plan.micro_batch_size,
-        precision=config.train.precision,
-        clip_grad_norm=config.optim.clip_grad_norm,
-        # The plan has a single step, so this step also measures the norms.
-        probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
     )
 
 
