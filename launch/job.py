@@ -36,9 +36,11 @@ from vit.system.files import ShardError
 from vit.system.redact import guard_console, shown
 from vit.system.urls import is_url
 
-FINISHED, ACCIDENT, MISTAKE, AGAIN = 0, 1, 2, 75
-"""The possible exit statuses. AGAIN is EX_TEMPFAIL in sysexits.h, and the files in deploy/ use the
-same number for a retry."""
+FINISHED = 0
+ACCIDENT = 1
+MISTAKE = 2
+AGAIN = 75
+"""EX_TEMPFAIL in sysexits.h. The files in deploy/ use the same number for a retry."""
 SHUTDOWN_S = 110
 """The seconds that torchrun gives its ranks to save after SIGTERM (torchrun's default: 30)."""
 MEET_S = 3600

@@ -40,7 +40,8 @@ from vit.system.optional import needed_for
 
 FILE_COLUMNS = 100
 """The width in characters of the table of parameter groups in a file."""
-SHEET_IMAGES, SHEET_DRAWS = 6, 4
+SHEET_IMAGES = 6
+SHEET_DRAWS = 4
 """The numbers of images, and of augmented versions of each, on the contact sheet."""
 
 

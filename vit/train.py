@@ -101,9 +101,10 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
     if evaluation_due or save_due or monitor.stop:
         monitor.pause()
 
-    # The names of the files in `weights/` to write. `evaluate` sets `monitor.stop` if a signal
-    # interrupts the evaluation.
-    weights = evaluate(run, monitor) if evaluation_due and not monitor.stop else set()
+    weights = set[str]()  # the names of the files in `weights/` to write
+    if evaluation_due and not monitor.stop:
+        weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
+
     if monitor.stop:
         run.verify(is_end=True)  # verify the unfinished epoch, if any
     if save_due or monitor.stop or weights:

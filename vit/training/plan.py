@@ -159,11 +159,10 @@ def _divide_into_leaves(
 
     micro = max((size for size in sizes if size <= limit), default=0)
     if micro not in fitting:
-        problem = (
-            f"makes {batch // micro} micro-batches"
-            if micro
-            else "is smaller than a group of images that are mixed"
-        )
+        if micro:
+            problem = f"makes {batch // micro} micro-batches"
+        else:
+            problem = "is smaller than a group of images that are mixed"
         raise ValueError(
             f"data.micro_batch_size={limit} {problem}, for {world_size} ranks with"
             f" train.exact_over_ranks: choose one of {fitting}"

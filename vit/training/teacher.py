@@ -108,11 +108,10 @@ class Teacher:
             answers: The result of `__call__`, (B, classes).
         """
         config = self.config
-        losses = (
-            hard_distillation(logits, answers)
-            if config.distill_type == "hard"
-            else soft_distillation(logits, answers, config.temperature)
-        )
+        if config.distill_type == "hard":
+            losses = hard_distillation(logits, answers)
+        else:
+            losses = soft_distillation(logits, answers, config.temperature)
         return config.task_loss_weight * task_losses + config.distill_loss_weight * losses
 
     @property

@@ -72,7 +72,8 @@ class _Sidecar(TypedDict, total=False):
     ignored: dict[str, Count]
 
 
-INFO, SIDECAR = TypeAdapter(_Info), TypeAdapter(_Sidecar)
+INFO = TypeAdapter(_Info)
+SIDECAR = TypeAdapter(_Sidecar)
 
 
 def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], path: Path | str) -> None:

@@ -29,7 +29,8 @@ CLOSE_BYTES = 1 << 12
 MAX_NAME_BYTES = 1 << 16
 """The maximum size of a GNU long name or a pax header."""
 
-FILE, FOLDER = "a file", "a folder"
+FILE = "a file"
+FOLDER = "a folder"
 KINDS = {
     tarfile.REGTYPE: FILE,
     tarfile.AREGTYPE: FILE,

@@ -21,8 +21,10 @@ from vit.system.host import process_state
 LOCK_WAIT_S = 120.0
 """The maximum time in seconds to wait for a lock whose file does not grow. A fetch has the same
 time limit."""
-WARN_AFTER_S, WARN_AGAIN_S = 10.0, 60.0
-"""The time in seconds before the first warning about a locked file, and between warnings."""
+WARN_AFTER_S = 10.0
+"""The time in seconds before the first warning about a locked file."""
+WARN_AGAIN_S = 60.0
+"""The time in seconds between warnings."""
 log = logging.getLogger(__name__)
 
 

@@ -419,7 +419,11 @@ def plot_attention(
     """
     # All lengths are in inches: the width of two images, the gap between pairs, the gap in a pair,
     # and the heights of the heading with its note, and of two lines of text.
-    pair_w, gap, image_gap, header_h, text_h = 3.75, 0.3, 0.06, 0.8, 0.43
+    pair_w = 3.75
+    gap = 0.3
+    image_gap = 0.06
+    header_h = 0.8
+    text_h = 0.43
     image_w = (pair_w - image_gap) / 2
     image_h = image_w * images.shape[2] / images.shape[3]
     row_h = text_h + image_h + 0.25
