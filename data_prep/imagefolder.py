@@ -186,7 +186,7 @@ def _check_train(
     empty = [name for name, count in zip(names, per_class, strict=True) if not count]
     if empty:
         raise PrepError(
-            f"{train}: these classes have no images: {', '.join(empty)}"
+            f"{train}: these classes have no images: {few(empty)}"
             f"{ignored.images_in_brackets()}; remove their folders or add images"
         )
     if len(names) < 2:
@@ -226,7 +226,7 @@ def _fill_held_out(
     ]
     if unknown:
         raise PrepError(
-            f"{tree}: these classes have no training folder: {', '.join(unknown)}; remove their"
+            f"{tree}: these classes have no training folder: {few(unknown)}; remove their"
             " folders, or add the classes to train"
         )
 

@@ -14,7 +14,7 @@ from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from vit.model import create_model
 from vit.system.files import WeightsError
-from vit.weights.class_names import imagenet_names, select_classes
+from vit.weights.class_names import class_mismatch, imagenet_names, select_classes
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.formats import read_content
 
@@ -57,6 +57,22 @@ def imagenet_weights(**more) -> LoadedWeights:
     rows = torch.arange(1000.0)
     weights = {"head.weight": rows[:, None].expand(-1, 4), "head.bias": rows}
     return LoadedWeights(Path("vit_b_16.pth"), weights, **more)
+
+
+def test_other_names_than_those_of_a_published_models_classes_are_reported():
+    """A user of raoyongming/DynamicViT (issue 17) named validation folders by the numbers in
+    ILSVRC2012_validation_ground_truth.txt, and measured .08 %."""
+    loaded = imagenet_weights(num_classes=1000)
+    numbers = [str(number) for number in range(1, 1001)]
+    assert class_mismatch(loaded, numbers, 1000).startswith(
+        "label 0 is '1' in the data, but probably 'n01440764' or 'tench, Tinca tinca' or 'tench'"
+        " in the model: the accuracy is meaningless, unless only the names differ"
+    )
+    assert "label 0 is 'airplane' in the data" in class_mismatch(loaded, ["airplane", "cat"], 2)
+
+    labels = [str(label) for label in range(1000)]  # ImageNet-V2's folders
+    for names in (labels, imagenet_names()["first words"], [], labels[:200]):
+        assert class_mismatch(loaded, names, len(names)) == ""
 
 
 @pytest.mark.parametrize(

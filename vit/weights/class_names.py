@@ -77,16 +77,31 @@ def _other_names(names: Sequence[str], model_names: Sequence[str], counts: str) 
 
 
 def _other_numbers(loaded: LoadedWeights, names: Sequence[str]) -> str:
-    """Return a warning if published weights assign other labels to the classes `names`, or ""."""
+    """Return a warning if published weights probably assign other labels to the classes `names`,
+    or ""."""
+    namings: dict[str, list[str]] = {}
     with suppress(WeightsError):  # timm, which has the names, is not installed
-        for naming in namings_of(loaded, loaded.num_classes or 0).values():
-            if {*names} <= {*naming} and naming[: len(names)] != list(names):
-                return (
-                    f"the model has the data's {len(names):,} classes, but at other labels (label 0"
-                    f" is {names[0]!r} in the data, {naming[0]!r} in the model), so the accuracy is"
-                    f" meaningless: {_SELECT}"
-                )
-    return ""
+        namings = namings_of(loaded, loaded.num_classes or 0)
+    are_labels = list(names) == [str(label) for label in range(len(names))]
+    if not names or not namings or are_labels:
+        return ""
+
+    for naming in namings.values():
+        if naming[: len(names)] == list(names):
+            return ""
+        if {*names} <= {*naming}:
+            return (
+                f"the model has the data's {len(names):,} classes, but at other labels (label 0"
+                f" is {names[0]!r} in the data, {naming[0]!r} in the model), so the accuracy is"
+                f" meaningless: {_SELECT}"
+            )
+
+    first_names = " or ".join(repr(naming[0]) for naming in namings.values())
+    return (
+        f"label 0 is {names[0]!r} in the data, but probably {first_names} in the model: the"
+        " accuracy is meaningless, unless only the names differ (for ImageNet,"
+        " `python -m data_prep.imagenet` gives the labels of published weights)"
+    )
 
 
 _SELECT = "match the classes by name with --select-classes or init.select_classes=true"
