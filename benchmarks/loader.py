@@ -4,6 +4,8 @@ decoding.
     python benchmarks/loader.py --quick                               a smoke test of one minute
     python benchmarks/loader.py --only ours "torchvision v1" FFCV     only these contestants
     python benchmarks/loader.py [--rounds N] [--data FOLDER] [--workers N ...] [--out FILE.json]
+    python benchmarks/loader.py --photos imagenet-sample-images       1,000 photos of ImageNet, from
+                                          https://github.com/EliSchwartz/imagenet-sample-images
 
 JPEGs with ImageNet's sizes are created once and kept in FOLDER (benchmarks/inputs/loader_data.py).
 Each contestant (benchmarks/peers.py) runs in separate processes, which are stopped (SIGSTOP)
@@ -383,12 +385,15 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[0, 2], metavar="N", help="default: 0 2"
     )
+    parser.add_argument(
+        "--photos", type=Path, metavar="FOLDER", help="1,000 files WNID_*.JPEG (default: made)"
+    )
     args = parser.parse_args()
     num_images, batch_size, num_batches, rounds = (
-        (64, 16, 2, 1) if args.quick else (2000, 64, 5, args.rounds)
+        (64, 16, 2, 1) if args.quick else (1000 if args.photos else 2000, 64, 5, args.rounds)
     )
 
-    data = make_data(args.data, num_images)
+    data = make_data(args.data, num_images, args.photos)
     load = os.getloadavg()[0]
     facts = machine(args.data, PACKAGES)
     bench = Benchmark(data, batch_size, num_batches, rounds)
@@ -422,7 +427,7 @@ def main() -> None:
     tables["Contestants"] = [["", "version"], *([name, named[name]] for name in args.only)]
 
     report = {
-        "data": describe(data),
+        "data": f"{args.photos.name}: {describe(data)}" if args.photos else describe(data),
         "rounds": rounds,
         "machine": facts,
         "load": load,
@@ -430,7 +435,8 @@ def main() -> None:
         "results": results,
         "scaling": scaling,
     }
-    out = keep(args.out, "loader-quick" if args.quick else "loader", report, tables)
+    name = "loader-photos" if args.photos else "loader"
+    out = keep(args.out, f"{name}-quick" if args.quick else name, report, tables)
     draw_bars(
         out.with_suffix(".png"),
         results[0],

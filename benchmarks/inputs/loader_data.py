@@ -4,7 +4,7 @@ Windows cut from two scikit-learn photos have ImageNet's sizes, JPEG qualities a
 subsampling. Because decoding cost depends on the number of bits, grain is added up to 5 bits per
 pixel. (ILSVRC 2012 has 110 kB per image, about 469 x 387 pixels and 4.9 bits per pixel.) The
 data_prep commands write two sets of shards, without and with restart markers. Everything is created
-only once.
+only once. Real photos can replace the windows.
 
     <place>/
       jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
@@ -79,14 +79,34 @@ class Data(NamedTuple):
         return path
 
 
-def make_data(place: Path, num_images: int) -> Data:
-    """Return the images and shards in `place`. Create those that are missing."""
-    data = Data(place / f"images-{num_images}", num_images)
+def make_data(place: Path, num_images: int, photos: Path | None = None) -> Data:
+    """Return the images and shards in `place`. Create those that are missing.
+
+    photos: a folder of JPEGs named WNID_*.JPEG, which are used instead of made images.
+    """
+    kind = "photos" if photos else "images"
+    data = Data(place / f"{kind}-{num_images}", num_images)
     data.place.mkdir(parents=True, exist_ok=True)
-    data.made("jpegs", lambda folder: make_images(folder, num_images))
+    if photos:
+        data.made("jpegs", lambda folder: copy_photos(photos, folder, num_images))
+    else:
+        data.made("jpegs", lambda folder: make_images(folder, num_images))
     for name, markers in (("shards", "off"), ("marked", "auto")):
         data.made(name, partial(make_shards, data.folder, markers=markers))
     return data
+
+
+def copy_photos(photos: Path, folder: Path, num_images: int) -> None:
+    """Copy the first photos into class folders. Raises SystemExit if there are too few."""
+    files = sorted(photos.glob("*_*.JPEG"))[:num_images]
+    if len(files) < num_images:
+        raise SystemExit(
+            f"{photos}: expected {num_images:,} files named WNID_*.JPEG, found {len(files):,}"
+        )
+    for file in files:
+        wnid = file.name.partition("_")[0]
+        (folder / wnid).mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / wnid)
 
 
 def make_shards(folder: Path, out: Path, markers: str) -> None:
