@@ -14,6 +14,7 @@ original pixels.
   `inputs/distributed_vit_cifar10.csv` contains four curves: two that its author published (original
   pixels, runs/t4-ws1-fp32.json@29fca81f and runs/mps-fp32.json@9112cc1a), and ten epochs of its
   program on these JPEGs with two seeds, as a paired comparison.
+- Recipe: `configs/small/cifar10.yaml`, this project's settings for a network of the same size.
 - Pretraining: a model learns the 200 classes of Tiny-ImageNet at 32 px. Then it learns CIFAR-10
   from 50 images of each class (`configs/photos.yaml`), beside a model with random weights that is
   trained for as many steps. Both are evaluated on CIFAR-10's 10,000 test images.
@@ -41,7 +42,13 @@ from typing import Any
 
 from measure import default_out, keep, machine
 
-from vit.extras.report.drawing import BLUE, GRAY, ORANGE, drawing
+from vit.config.io import load_config
+from vit.config.schema import Config
+from vit.data.image_format import ImageFormat
+from vit.extras.report.drawing import BLUE, GRAY, GREEN, ORANGE, drawing
+from vit.loggers.lines import read_metrics
+from vit.model import create_model
+from vit.training.mfu import train_flops_per_image
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "configs" / "small" / "cifar10.yaml"
@@ -50,10 +57,13 @@ NETWORK = (
     *("model.mlp_ratio=2.0", "model.global_pool=avg", "model.class_token=false"),
 )
 """The network of `RECIPE`, for recipes with another network."""
+OURS = "ours on the JPEGs"
+OWN_RECIPE = "small/cifar10 on the JPEGs"
 LINES = {
     "published": (GRAY, "-"),
     "their program on the JPEGs": (ORANGE, "--"),
-    "ours on the JPEGs": (BLUE, "-"),
+    OURS: (BLUE, "-"),
+    OWN_RECIPE: (GREEN, "-"),
 }
 COMMON = ("loader.num_workers=1", "train.device=cpu", "log.wandb=off", "log.report=false")
 
@@ -63,6 +73,8 @@ class Work:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.trainings: dict[str, dict[str, Any]] = {}
+        """The facts of each finished training, by name."""
 
     def run(self, name: str, *words: object) -> tuple[str, float]:
         """Run a command of this project, unless it has finished, and return its standard output and
@@ -104,43 +116,70 @@ class Work:
         _, cpu_s = self.run(
             name, *("launch/train.py", "--config", config, f"run.dir={folder}", *COMMON, *settings)
         )
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        evaluations = [line["top1"] for line in lines if line["kind"] == "eval"]
-        return evaluations[-1], cpu_s
+        return self.describe(name, cpu_s)["top1"], cpu_s
+
+    def describe(self, name: str, cpu_s: float) -> dict[str, Any]:
+        """Add the finished training `name` to `trainings`, and return its facts."""
+        folder = self.folder / name
+        lines = read_metrics(folder / "metrics.jsonl")
+        last = {line["kind"]: line for line in lines}
+        start = last["start"]
+        self.trainings[name] = {
+            "top1": last["eval"]["top1"],
+            "cpu_s": cpu_s,
+            "pflop": training_pflop(load_config(folder / "config.yaml"), start["plan"]),
+            "commit": start["git"],
+            "sha256": last["checkpoint"]["sha256"],
+            "command": start["command"],
+        }
+        return self.trainings[name]
+
+    def curve(self, name: str) -> dict[str, Any]:
+        """Return the mean training loss and the top-1 after each epoch of a training."""
+        lines = read_metrics(self.folder / name / "metrics.jsonl")
+        losses: dict[int, float] = {}
+        for line in lines:
+            if line["kind"] == "train":
+                first = line["step"] - len(line["losses"]) + 1
+                losses.update(enumerate(line["losses"], first))
+
+        top1s = [line["top1"] for line in lines if line["kind"] == "eval"]
+        per_epoch = len(losses) // len(top1s)
+        means = [
+            statistics.mean(losses[epoch * per_epoch + n] for n in range(1, per_epoch + 1))
+            for epoch in range(len(top1s))
+        ]
+        return {"loss": means, "top1": top1s}
+
+
+def training_pflop(config: Config, plan: dict[str, int]) -> float:
+    """Return the 10**15 operations of a training, without evaluations. plan: as recorded by it."""
+    model = create_model(config.model, num_classes=10)
+    images = ImageFormat.from_config(config.model, config.data, config.schedule)
+    num_epochs = plan["total_steps"] // plan["steps_per_epoch"]
+    per_epoch = plan["steps_per_epoch"] * plan["global_batch_size"]
+    flops = [
+        per_epoch * train_flops_per_image(model, plan["micro_batch_size"], images.in_epoch(n).size)
+        for n in range(num_epochs)
+    ]
+    return sum(flops) / 1e15
 
 
 def compare_with_published(work: Work, cifar: Path) -> dict[str, Any]:
-    """Return the mean training loss and the top-1 of each epoch, by run."""
-    config = ROOT / "configs" / "small" / "distributed_vit_cifar10.yaml"
-    _, cpu_s = work.train("published", config, f"data.root={cifar}")
-
-    metrics = (work.folder / "published" / "metrics.jsonl").read_text().splitlines()
-    losses: dict[int, float] = {}
-    top1s: list[float] = []
-    for line in map(json.loads, metrics):
-        if line["kind"] == "train":
-            first = line["step"] - len(line["losses"]) + 1
-            losses.update(enumerate(line["losses"], first))
-        elif line["kind"] == "eval":
-            top1s.append(line["top1"])
-            last_step = line["step"]
-
+    """Return the curves of all trainings on CIFAR-10's whole training set, by name."""
     curves: dict[str, Any] = {}
     with (ROOT / "benchmarks" / "inputs" / "distributed_vit_cifar10.csv").open() as file:
         for row in csv.DictReader(file):
             curve = curves.setdefault(row["run"], {"loss": [], "top1": []})
             curve["loss"].append(float(row["train_loss"]))
             curve["top1"].append(float(row["top1"]))
-    num_epochs = len(top1s)
-    per_epoch = last_step // num_epochs
-    curves["ours on the JPEGs"] = {
-        "loss": [
-            statistics.mean(losses[epoch * per_epoch + n] for n in range(1, per_epoch + 1))
-            for epoch in range(num_epochs)
-        ],
-        "top1": top1s,
-        "cpu_s": cpu_s,
-    }
+
+    config = ROOT / "configs" / "small" / "distributed_vit_cifar10.yaml"
+    work.train("published", config, f"data.root={cifar}")
+    work.train("recipe", RECIPE, f"data.root={cifar}")
+    curves[OURS] = work.curve("published")
+    # Its loss is not comparable with the others, because its images are mixed.
+    curves[OWN_RECIPE] = {"loss": [], "top1": work.curve("recipe")["top1"]}
     return curves
 
 
@@ -189,6 +228,7 @@ def compare_resolutions(work: Work, cifar: Path, epochs: int, tuned_epochs: int)
         *("--json", f"run.dir={work.folder / 'tuned_32'}", *COMMON, *tuning),
     )
     tuned = json.loads(text)
+    work.describe("tuned_32", tuned_cpu_s)
 
     # One epoch at 32 px gives the time of each.
     whole_cpu_s = small_cpu_s + tuned_cpu_s
@@ -210,9 +250,9 @@ def published_rows(curves: dict[str, Any]) -> list[list[str]]:
     epochs = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)
     rows = [["training loss after epoch", *map(str, epochs), "top-1 % at the end"]]
     for run, curve in curves.items():
-        num_epochs = len(curve["loss"])
-        losses = [f"{curve['loss'][n - 1]:.3f}" if n <= num_epochs else "" for n in epochs]
-        rows.append([run, *losses, f"{curve['top1'][-1]:.2f} ({num_epochs})"])
+        num_losses = len(curve["loss"])
+        losses = [f"{curve['loss'][n - 1]:.3f}" if n <= num_losses else "" for n in epochs]
+        rows.append([run, *losses, f"{curve['top1'][-1]:.2f} ({len(curve['top1'])})"])
     return rows
 
 
@@ -226,6 +266,8 @@ def draw_curves(curves: dict[str, Any], picture: Path) -> None:
             strict=True,
         ):
             for run, curve in curves.items():
+                if not curve[part]:
+                    continue
                 epochs = range(1, len(curve[part]) + 1)
                 color, style = LINES[run.split(" (")[0]]
                 axes.plot(epochs, curve[part], style, color=color, label=run, linewidth=1.4)
@@ -258,6 +300,23 @@ def resolution_rows(found: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def training_rows(trainings: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return a table of all trainings. Their commands are in FILE.json."""
+    rows = [["training", "top-1 %", "PFLOP", "CPU hours", "commit", "hash of the checkpoint"]]
+    for name, facts in trainings.items():
+        rows.append(
+            [
+                name,
+                f"{facts['top1']:.2f}",
+                f"{facts['pflop']:.2f}",
+                f"{facts['cpu_s'] / 3600:.2f}",
+                facts["commit"],
+                facts["sha256"][:16],
+            ]
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -282,11 +341,13 @@ def main() -> None:
         "published": compare_with_published(work, cifar),
         "resolution": compare_resolutions(work, cifar, args.epochs, args.tuned_epochs),
         "pretraining": compare_pretraining(work, cifar, tiny, args.seeds),
+        "trainings": work.trainings,
     }
     tables = {
         "Published curves": published_rows(report["published"]),
         "Resolution": resolution_rows(report["resolution"]),
         "Pretraining": pretraining_rows(report["pretraining"]),
+        "All trainings": training_rows(work.trainings),
     }
     out = args.out or default_out("real-images", report["machine"]["cpu"])
     keep(out, "real images", report, tables)
