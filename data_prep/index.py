@@ -120,7 +120,7 @@ def index(
     write_indexes(output, splits, {name: each.rows for name, each in indexed.items()})
     for name, filenames in splits.items():
         num_samples = sum(len(indexed[filename].rows) for filename in filenames)
-        print(f"{name}: {num_samples:,} samples in {len(filenames)} shards")
+        print(f"{name}: {num_samples:,} samples in {counted(len(filenames), 'shard')}")
     write_quarantine(output, quarantined)
     info = infos.own
     if info is None:

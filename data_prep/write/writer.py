@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.errors import NEXT_LINE, PrepError, share_to_allow
+from data_prep.errors import NEXT_LINE, PrepError, counted, share_to_allow
 from data_prep.write.card_page import write_card
 from data_prep.write.catalog import SPOOL, Source
 from data_prep.write.images import EXIF_ORIENTED, exif_summary
@@ -349,8 +349,9 @@ def _complete(plan: WritePlan, sidecars: Sidecars, info: dict[str, Any]) -> None
 
     for split, described in info["splits"].items():
         print(
-            f"{split}: {described['num_samples']:,} samples in {len(described['filenames']):,}"
-            f" shards, {sum(described['shard_bytes']) / 1e6:,.1f} MB"
+            f"{split}: {described['num_samples']:,} samples in"
+            f" {counted(len(described['filenames']), 'shard')},"
+            f" {sum(described['shard_bytes']) / 1e6:,.1f} MB"
         )
     if info["changed"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info["changed"].items())

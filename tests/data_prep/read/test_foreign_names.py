@@ -190,7 +190,7 @@ def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
     assert index(root) == 0
     assert (
         capsys.readouterr().out
-        == f"train: 6 samples in 1 shards\nvalidation: 6 samples in 1 shards\n{root}: indexed, 4"
+        == f"train: 6 samples in 1 shard\nvalidation: 6 samples in 1 shard\n{root}: indexed, 4"
         " classes\nnote: labels are 1 to 3; models also get an output for classes without images: 0"
         f"\ntrain on it with 'data.root={root}' data.val_split=validation; check it"
         f" with: python -m data_prep.verify '{root}'\n"
