@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from model.random_weights import randomise, relative_difference
 from processes import run
 from torch import nn
@@ -53,13 +54,29 @@ def used(model: nn.Module, precision: str) -> tuple[set[str], torch.Tensor]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_uses_only_the_chosen_kernel_and_gives_the_same_logits(precision):
     model = make_model()
+    auto = {"fp32": "flash", "bf16": "math"}[precision]
     logits = {}
     for chosen in ("auto", "math", "flash", "auto"):
         choose(model, chosen, precision)
         kernels, logits[chosen] = used(model, precision)
-        assert kernels == {"flash" if chosen == "auto" else chosen}
+        assert kernels == {auto if chosen == "auto" else chosen}
     assert relative_difference(logits["math"], logits["flash"]) < TOLERANCE[precision]
-    assert torch.equal(logits["auto"], logits["flash"])
+    assert relative_difference(logits["auto"], logits["flash"]) < TOLERANCE[precision]
+
+
+def test_unfused_attention_in_bf16_multiplies_bf16_matrices_as_written_out():
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 2, 4, 17, 16, generator=generator).to(torch.bfloat16)
+    choose(make_model(), "auto", "bf16")
+    found = F.scaled_dot_product_attention(q, k, v)
+
+    # torch scales queries and keys by the square root of the scale each.
+    scale = 16**-0.25
+    scores = (q * scale) @ (k * scale).transpose(-2, -1)
+    assert torch.equal(found, scores.softmax(-1) @ v)
+
+    choose(make_model(), "math", "bf16")
+    assert not torch.equal(F.scaled_dot_product_attention(q, k, v), found), "fp32 inside"
 
 
 def test_a_compiled_graph_uses_the_chosen_kernel():

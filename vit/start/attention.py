@@ -22,7 +22,8 @@ PROBED_TOKENS = 64
 
 
 def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Make torch use only the kernel that `train.attention` names, or any kernel if it is `auto`.
+    """Make torch use only the kernel that `train.attention` names, or torch's choice if it is
+    `auto`, except for bf16 on CPUs: unfused matrix products.
 
     Call this before compiled graphs are traced, because each graph keeps its kernel. Raises
     ValueError if `model` has no attention, or if the kernel fails in a forward and backward pass
@@ -32,8 +33,13 @@ def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device
     if kernel != "auto":
         _check(model, config, kernel, device)
 
+    # In bf16 on a CPU, the backward pass of torch's flash attention takes 2 to 8 times as long as
+    # bf16 matrix products (docs/experiments/step.md). The price is scores that are rounded to bf16.
+    unfused = kernel == "auto" and device.type == "cpu" and config.precision == "bf16"
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(unfused)
+
     # Despite their names, these flags also apply to CPUs.
-    torch.backends.cuda.enable_flash_sdp(kernel in ("auto", "flash"))
+    torch.backends.cuda.enable_flash_sdp(kernel in ("auto", "flash") and not unfused)
     torch.backends.cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
     torch.backends.cuda.enable_math_sdp(kernel in ("auto", "math"))
