@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from vit.config.schema import TrainConfig
+from vit.layers.precision import fused_attention
 from vit.model import create_model
 from vit.start.attention import choose_attention
 from vit.start.compiling import compile_blocks
@@ -77,6 +78,15 @@ def test_unfused_attention_in_bf16_multiplies_bf16_matrices_as_written_out():
 
     choose(make_model(), "math", "bf16")
     assert not torch.equal(F.scaled_dot_product_attention(q, k, v), found), "fp32 inside"
+
+
+def test_evaluations_in_bf16_use_the_fused_kernel_unless_another_one_is_chosen():
+    model = make_model()
+    for chosen, expected in (("auto", "flash"), ("math", "math")):
+        choose(model, chosen, "bf16")
+        with fused_attention():
+            assert used(model, "bf16")[0] == {expected}
+        assert used(model, "bf16")[0] == {"math"}, "training changed"
 
 
 def test_a_compiled_graph_uses_the_chosen_kernel():
