@@ -48,7 +48,7 @@ RECORD = {
         "torch": "version of torch",
         "host": "processor and its cores",
         "kernels": "what decides the bits of a sum: torch, processor or GPU, threads",
-        "attention": "the attention kernel, which torch chooses with `train.attention=auto`",
+        "attention": "the attention kernel; `unfused`: plain matrix products",
         "exact": "whether the order of samples is reproduced by a resume",
         "plan": "numbers that follow from the settings, as `--print-config` prints them",
         "shuffle": "how well an epoch's order is mixed",

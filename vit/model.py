@@ -115,6 +115,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attn_drop = attn_drop
+        self.trains_unfused = False
+        """Whether training computes attention step by step (`train.attention`)."""
         self.rope_type = rope_type
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
         self.q_norm = norm(head_dim) if qk_norm else nn.Identity()
@@ -141,12 +143,16 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         """Return the layer's output: (B, N, D) -> (B, N, D)."""
         q, k, v = self.project(x, rope)
-        # Compute softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never
-        # stores the N x N attention matrix. The function does not know about `self.training`, so
-        # pass a dropout rate of 0 in evaluation.
-        x = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.attn_drop if self.training else 0.0
-        )
+        # softmax(q k^T / sqrt(head_dim)) v (equations 6, 7)
+        if self.trains_unfused and torch.is_grad_enabled():
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+            x = scores.softmax(-1) @ v
+        else:
+            # One kernel computes all this, and never stores the N x N attention matrix. It does
+            # not know about `self.training`, so pass a dropout rate of 0 in evaluation.
+            x = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.attn_drop if self.training else 0.0
+            )
         # [SA_1; ...; SA_heads] U_msa (equation 8)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from model.random_weights import randomise, relative_difference
 from processes import run
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from vit.config.schema import TrainConfig
-from vit.layers.precision import fused_attention
+from vit.layers.precision import has_bf16
 from vit.model import create_model
-from vit.start.attention import choose_attention
+from vit.start.attention import attention_kernel, choose_attention
 from vit.start.compiling import compile_blocks
 
 CPU = torch.device("cpu")
@@ -22,6 +21,7 @@ KERNELS = {
     "math": "aten::_scaled_dot_product_attention_math",
 }
 """Maps each kernel that torch has on CPUs to its name in a profile."""
+HAS_BF16 = has_bf16(CPU)
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.03}
 
 
@@ -55,38 +55,56 @@ def used(model: nn.Module, precision: str) -> tuple[set[str], torch.Tensor]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_uses_only_the_chosen_kernel_and_gives_the_same_logits(precision):
     model = make_model()
-    auto = {"fp32": "flash", "bf16": "math"}[precision]
     logits = {}
     for chosen in ("auto", "math", "flash", "auto"):
         choose(model, chosen, precision)
         kernels, logits[chosen] = used(model, precision)
-        assert kernels == {auto if chosen == "auto" else chosen}
-    assert relative_difference(logits["math"], logits["flash"]) < TOLERANCE[precision]
-    assert relative_difference(logits["auto"], logits["flash"]) < TOLERANCE[precision]
+        automatic = set() if precision == "bf16" and HAS_BF16 else {"flash"}
+        assert kernels == (automatic if chosen == "auto" else {chosen})
+    for chosen in ("math", "auto"):
+        assert relative_difference(logits[chosen], logits["flash"]) < TOLERANCE[precision]
 
 
-def test_unfused_attention_in_bf16_multiplies_bf16_matrices_as_written_out():
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = torch.randn(3, 2, 4, 17, 16, generator=generator).to(torch.bfloat16)
-    choose(make_model(), "auto", "bf16")
-    found = F.scaled_dot_product_attention(q, k, v)
+@pytest.mark.skipif(not HAS_BF16, reason="this CPU has no bf16 instructions")
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_unfused_attention_is_as_close_to_float64_as_the_fused_kernel(head_dim):
+    model = create_model("vit_ti8", 32, 10, embed_dim=4 * head_dim, depth=1, num_heads=4)
+    layer = randomise(model).blocks[0].attn
+    x = torch.randn(3, 17, 4 * head_dim, generator=torch.Generator().manual_seed(1))
 
-    # torch scales queries and keys by the square root of the scale each.
-    scale = 16**-0.25
-    scores = (q * scale) @ (k * scale).transpose(-2, -1)
-    assert torch.equal(found, scores.softmax(-1) @ v)
+    def gradients(trains_unfused, dtype):
+        layer.to(dtype).trains_unfused = trains_unfused
+        layer.zero_grad()
+        inputs = x.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            output = layer(inputs)
+        output.square().sum().backward()
+        return [output.detach(), inputs.grad, layer.qkv.weight.grad.clone()]
 
-    choose(make_model(), "math", "bf16")
-    assert not torch.equal(F.scaled_dot_product_attention(q, k, v), found), "fp32 inside"
+    exact = gradients(False, torch.float64)
+    fused = gradients(False, torch.float32)
+    unfused = gradients(True, torch.float32)
+    for found, other, expected in zip(unfused, fused, exact, strict=True):
+        error = relative_difference(found.double(), expected)
+        assert 0 < error < 2 * relative_difference(other.double(), expected)
 
 
-def test_evaluations_in_bf16_use_the_fused_kernel_unless_another_one_is_chosen():
+@pytest.mark.skipif(not HAS_BF16, reason="this CPU has no bf16 instructions")
+def test_only_training_is_unfused():
     model = make_model()
-    for chosen, expected in (("auto", "flash"), ("math", "math")):
-        choose(model, chosen, "bf16")
-        with fused_attention():
-            assert used(model, "bf16")[0] == {expected}
-        assert used(model, "bf16")[0] == {"math"}, "training changed"
+    choose(model, "auto", "bf16")
+    assert used(model, "bf16")[0] == set()
+    assert attention_kernel(model, TrainConfig(steps=1, precision="bf16"), CPU) == "unfused"
+
+    images = torch.randn(2, 3, 32, 32)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(images)
+    assert KERNELS["flash"] in {event.key for event in profiler.key_averages()}
+
+    dropping = make_model(attn_drop_rate=0.1).train()
+    choose(dropping, "auto", "bf16")
+    assert used(dropping, "bf16")[0] == {"math"}, "the layer has no dropout of its own"
 
 
 def test_a_compiled_graph_uses_the_chosen_kernel():

@@ -453,9 +453,9 @@ class TrainConfig(Section):
     attention: Annotated[
         Literal["auto", "flash", "cudnn", "efficient", "math", "flash3"], MAY_CHANGE
     ] = "auto"
-    """The only attention kernel that torch may use; `auto`: torch's choice, but `math` for bf16 on
-    CPUs. `flash3` needs Dao's FlashAttention 3. If a kernel does not work on this machine, the
-    error lists those that do."""
+    """The only attention kernel that torch may use; `auto`: torch's choice, but plain matrix
+    products for training in bf16 on CPUs. `flash3` needs Dao's FlashAttention 3. If a kernel does
+    not work on this machine, the error lists those that do."""
     reduce_dtype: Annotated[Literal["fp32", "bf16"], OnlyWith("exact_over_ranks=false")] = "fp32"
     """Format in which DDP sums gradients over ranks. `bf16` sends half as many bytes and rounds
     each partial sum to 8 bits (docs/training.md). No effect on one rank."""

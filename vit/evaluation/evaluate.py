@@ -32,7 +32,7 @@ from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
 from vit.data.slots import EVAL_READY_BATCHES
 from vit.distributed.process_group import World
-from vit.layers.precision import autocast, fused_attention
+from vit.layers.precision import autocast
 from vit.run_folder.paths import PREDICTIONS_FILE
 from vit.step import TrainStep
 from vit.system.files import replacing
@@ -243,7 +243,7 @@ class Evaluator:
         # All models and sets use the same images, so normalize only once.
         inputs = self.augment.normalize(batch.images)
         for name, model in models.items():
-            with autocast(self.precision, self.world.device), fused_attention():
+            with autocast(self.precision, self.world.device):
                 logits = model(inputs)
             for count in counts[name]:
                 count.add(logits, batch, ids)

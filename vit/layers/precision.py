@@ -1,9 +1,7 @@
-"""Precision: autocast, the attention of evaluations, the fp16 loss scale, and a warning about
-emulated formats."""
+"""Training precision: autocast, the fp16 loss scale, and a warning about emulated formats."""
 
 import timeit
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +35,6 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     assert precision != "auto", "the caller chooses a precision for its device"
     dtype = AUTOCAST_DTYPE.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """Allow torch's fused attention in forward passes without a backward pass, where it is faster,
-    if the training avoids it only for its backward pass (`vit.start.attention`)."""
-    was_avoided = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    if was_avoided:
-        torch.backends.cuda.enable_flash_sdp(True)
-    try:
-        yield
-    finally:
-        if was_avoided:
-            torch.backends.cuda.enable_flash_sdp(False)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:

@@ -10,7 +10,8 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit.config.schema import TrainConfig
-from vit.layers.precision import AUTOCAST_DTYPE
+from vit.layers.precision import AUTOCAST_DTYPE, has_bf16
+from vit.model import Attention
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -18,12 +19,13 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+UNFUSED = "unfused"
 PROBED_TOKENS = 64
 
 
 def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Make torch use only the kernel that `train.attention` names, or torch's choice if it is
-    `auto`, except for bf16 on CPUs: unfused matrix products.
+    """Make torch use only the kernel that `train.attention` names, or any kernel if it is `auto`.
+    With `auto`, training on a CPU with bf16 instructions computes attention without a fused kernel.
 
     Call this before compiled graphs are traced, because each graph keeps its kernel. Raises
     ValueError if `model` has no attention, or if the kernel fails in a forward and backward pass
@@ -33,13 +35,12 @@ def choose_attention(model: nn.Module, config: TrainConfig, device: torch.device
     if kernel != "auto":
         _check(model, config, kernel, device)
 
-    # In bf16 on a CPU, the backward pass of torch's flash attention takes 2 to 8 times as long as
-    # bf16 matrix products (docs/experiments/step.md). The price is scores that are rounded to bf16.
-    unfused = kernel == "auto" and device.type == "cpu" and config.precision == "bf16"
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(unfused)
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.trains_unfused = _trains_faster_unfused(layer, config, device)
 
     # Despite their names, these flags also apply to CPUs.
-    torch.backends.cuda.enable_flash_sdp(kernel in ("auto", "flash") and not unfused)
+    torch.backends.cuda.enable_flash_sdp(kernel in ("auto", "flash"))
     torch.backends.cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
     torch.backends.cuda.enable_math_sdp(kernel in ("auto", "math"))
@@ -54,10 +55,22 @@ def attention_kernel(model: nn.Module, config: TrainConfig, device: torch.device
     layers = [each for each in model.modules() if hasattr(each, "qkv")]
     if not layers or config.attention == "flash3":
         return config.attention if layers else None
+    if getattr(layers[0], "trains_unfused", False):
+        return UNFUSED
 
     q, dropout = _probe(layers[0], config.precision, device)
     backend = torch._fused_sdp_choice(q, q, q, None, dropout, False)
     return {each.value: name for name, each in KERNELS.items()}[backend]
+
+
+def _trains_faster_unfused(layer: Attention, config: TrainConfig, device: torch.device) -> bool:
+    """Return whether the backward pass of torch's fused kernel takes 2 to 8 times as long as matrix
+    products, which is the case for bf16 on CPUs (docs/experiments/step.md).
+
+    On CPUs that emulate bf16, and for attention with dropout, the fused kernel is better or unused.
+    """
+    is_bf16_cpu = config.precision == "bf16" and device.type == "cpu" and has_bf16(device)
+    return config.attention == "auto" and is_bf16_cpu and not layer.attn_drop
 
 
 def _check(model: nn.Module, config: TrainConfig, kernel: str, device: torch.device) -> None:
