@@ -156,14 +156,15 @@ class Work:
 
 def training_pflop(config: Config, plan: dict[str, int]) -> float:
     """Return the 10**15 operations of a training, without evaluations. plan: as recorded by it."""
-    model = create_model(config.model, num_classes=10)
     images = ImageFormat.from_config(config.model, config.data, config.schedule)
     num_epochs = plan["total_steps"] // plan["steps_per_epoch"]
     per_epoch = plan["steps_per_epoch"] * plan["global_batch_size"]
-    flops = [
-        per_epoch * train_flops_per_image(model, plan["micro_batch_size"], images.in_epoch(n).size)
-        for n in range(num_epochs)
-    ]
+    flops = []
+    for epoch in range(num_epochs):
+        size = images.in_epoch(epoch).size
+        model = create_model(config.model, size, num_classes=10)
+        flops.append(per_epoch * train_flops_per_image(model, plan["micro_batch_size"], size))
+
     return sum(flops) / 1e15
 
 
@@ -343,7 +344,7 @@ def main() -> None:
     cifar, tiny = args.cifar.absolute(), args.tiny.absolute()
     report = {
         "machine": machine(work.folder, ["torch", "torchvision"]),
-        "data": "CIFAR-10 (original pixels), Tiny-ImageNet at 32 px",
+        "data": "CIFAR-10 (original pixels), Tiny-ImageNet at 32 px.",
         "rounds": args.seeds,
         "load": os.getloadavg()[0],
         "published": compare_with_published(work, cifar, args.jpegs),

@@ -117,6 +117,7 @@ NUMBERS = [
     "ten",
     "eleven",
     "twelve",
+    "thirteen",
 ]
 
 
@@ -156,7 +157,7 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
         published_commands,
         0,
     ),
-    ("recipes.md", r"(\w+) recipes come with a \[published", recipes_with_a_curve, 0),
+    ("recipes.md", r"(\w+) recipes come with a \[curve", recipes_with_a_curve, 0),
 ]
 """Each row contains a page, a sentence, the objects to count, and the relative tolerance if the
 sentence contains a rounded number."""
