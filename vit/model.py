@@ -116,7 +116,8 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.attn_drop = attn_drop
         self.trains_unfused = False
-        """Whether training computes attention step by step (`train.attention`)."""
+        """Whether training multiplies matrices instead of calling torch's fused kernel, which is
+        slow in bf16 on CPUs (set by `vit.start.attention`)."""
         self.rope_type = rope_type
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
         self.q_norm = norm(head_dim) if qk_norm else nn.Identity()

@@ -19,7 +19,6 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-UNFUSED = "unfused"
 PROBED_TOKENS = 64
 
 
@@ -50,13 +49,13 @@ def attention_kernel(model: nn.Module, config: TrainConfig, device: torch.device
     """Return the name of the kernel that computes attention, or None if `model` has no attention.
 
     Kernels differ in speed and rounding, and `auto` may choose another one in the next version of
-    torch.
+    torch. The name is `unfused` if training uses plain matrix products.
     """
     layers = [each for each in model.modules() if hasattr(each, "qkv")]
     if not layers or config.attention == "flash3":
         return config.attention if layers else None
     if getattr(layers[0], "trains_unfused", False):
-        return UNFUSED
+        return "unfused"
 
     q, dropout = _probe(layers[0], config.precision, device)
     backend = torch._fused_sdp_choice(q, q, q, None, dropout, False)
@@ -64,10 +63,11 @@ def attention_kernel(model: nn.Module, config: TrainConfig, device: torch.device
 
 
 def _trains_faster_unfused(layer: Attention, config: TrainConfig, device: torch.device) -> bool:
-    """Return whether the backward pass of torch's fused kernel takes 2 to 8 times as long as matrix
-    products, which is the case for bf16 on CPUs (docs/experiments/step.md).
+    """Return whether `layer` trains faster with plain matrix products than with torch's fused
+    kernel, whose backward pass takes 2 to 8 times as long in bf16 on a CPU
+    (docs/experiments/step.md).
 
-    On CPUs that emulate bf16, and for attention with dropout, the fused kernel is better or unused.
+    CPUs that emulate bf16 are faster with the fused kernel. With dropout, torch does not use it.
     """
     is_bf16_cpu = config.precision == "bf16" and device.type == "cpu" and has_bf16(device)
     return config.attention == "auto" and is_bf16_cpu and not layer.attn_drop
