@@ -4,7 +4,7 @@ Windows cut from two scikit-learn photos have ImageNet's sizes, JPEG qualities a
 subsampling. Because decoding cost depends on the number of bits, grain is added up to 5 bits per
 pixel. (ILSVRC 2012 has 110 kB per image, about 469 x 387 pixels and 4.9 bits per pixel.) The
 data_prep commands write two sets of shards, without and with restart markers. Everything is created
-only once. Real photos can replace the windows.
+only once per version of this module. Real photos can replace the windows.
 
     <place>/
       jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
@@ -16,6 +16,7 @@ only once. Real photos can replace the windows.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import shutil
 import subprocess
@@ -34,13 +35,16 @@ from data_prep.write.jobs import run_jobs
 ROOT = Path(__file__).resolve().parent.parent
 NUM_CLASSES = 20
 NUM_SHARDS = 8
-GRAIN = 15.0
+GRAIN = 6.5
 SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
 SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
 """The probabilities of the image sizes. The last probability is for all other sizes, a tenth of
 which are large."""
-QUALITIES = ((75, 80, 85, 90, 92, 94, 95, 96), (0.12, 0.08, 0.12, 0.15, 0.10, 0.13, 0.15, 0.15))
-"""The JPEG qualities and their probabilities."""
+QUALITIES = ((70, 75, 80, 85, 90, 93, 96), (0.05, 0.06, 0.06, 0.06, 0.06, 0.04, 0.67))
+"""The JPEG qualities and their probabilities, as in EliSchwartz/imagenet-sample-images, which has
+one photograph of each of ImageNet's 1,000 classes."""
+SUBSAMPLED = 0.21
+"""The share of images with 4:2:0 chroma in the same photographs. The others have 4:4:4."""
 NUM_WINDOWS = 320
 
 
@@ -84,8 +88,9 @@ def make_data(place: Path, num_images: int, photos: Path | None = None) -> Data:
 
     photos: a folder of JPEGs named WNID_*.JPEG, which are used instead of made images.
     """
-    kind = "photos" if photos else "images"
-    data = Data(place / f"{kind}-{num_images}", num_images)
+    # Other photos, or another version of this module, must not get the images of an earlier call.
+    source = str(photos.resolve()).encode() if photos else Path(__file__).read_bytes()
+    data = Data(place / f"{num_images}-{hashlib.sha256(source).hexdigest()[:8]}", num_images)
     data.place.mkdir(parents=True, exist_ok=True)
     if photos:
         data.made("jpegs", lambda folder: copy_photos(photos, folder, num_images))
@@ -173,8 +178,8 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
 
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     encoded = io.BytesIO()
-    subsampling = 2 if rng.random() < 0.65 else 0  # 4:2:0 or 4:4:4
-    if rng.random() < 0.015:
+    subsampling = 2 if rng.random() < SUBSAMPLED else 0
+    if rng.random() < 0.02:
         image = image.convert("L")
         subsampling = -1
 
