@@ -7,7 +7,8 @@ a higher resolution are worth.
         python -m data_prep.imagefolder imageet32x32 --out data/tiny32
     python benchmarks/real_images.py --cifar data/cifar10 --tiny data/tiny32
 
-The PNGs of the first repository have CIFAR-10's original pixels.
+The PNGs of the first repository have CIFAR-10's original pixels, and become JPEGs of quality 95
+without chroma subsampling.
 
 - Published: the recipe of TanayPratapSingh/distributed-vit-cifar10@2e788b10. Of the five curves in
   `inputs/distributed_vit_cifar10.csv`, its author published two (original pixels,
@@ -293,7 +294,7 @@ def pretraining_rows(found: dict[str, Any]) -> list[list[str]]:
         rows.append([title, accuracy, f"{minutes:.1f}"])
     base = found["base"]
     rows.append(
-        ["the pretraining", f"{base['top1']:.1f} of 200 classes", f"{base['cpu_s'] / 60:.0f}"]
+        ["the pretraining", f"{base['top1']:.1f} (Tiny-ImageNet)", f"{base['cpu_s'] / 60:.0f}"]
     )
     return rows
 
@@ -344,7 +345,8 @@ def main() -> None:
     cifar, tiny = args.cifar.absolute(), args.tiny.absolute()
     report = {
         "machine": machine(work.folder, ["torch", "torchvision"]),
-        "data": "CIFAR-10 (original pixels), Tiny-ImageNet at 32 px.",
+        "data": "CIFAR-10 and Tiny-ImageNet at 32 px, the first from PNGs as JPEGs of quality 95"
+        " without chroma subsampling. One run each, but pretraining with several seeds.",
         "rounds": args.seeds,
         "load": os.getloadavg()[0],
         "published": compare_with_published(work, cifar, args.jpegs),

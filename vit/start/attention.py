@@ -64,7 +64,7 @@ def attention_kernel(model: nn.Module, config: TrainConfig, device: torch.device
 
 def _trains_faster_unfused(layer: Attention, config: TrainConfig, device: torch.device) -> bool:
     """Return whether `layer` trains faster with plain matrix products than with torch's fused
-    kernel, whose backward pass takes 2 to 8 times as long in bf16 on a CPU
+    kernel, whose backward pass takes 2 to 10 times as long in bf16 on a CPU
     (docs/experiments/step.md).
 
     CPUs that emulate bf16 are faster with the fused kernel. With dropout, torch does not use it.
