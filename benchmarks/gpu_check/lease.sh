@@ -28,7 +28,8 @@ trap 'rm -rf "$site"' EXIT
 stop() {
   local process
   for process in $(jobs -p); do
-    kill -- "-$process" 2>/dev/null || kill "$process" # `timeout` makes itself the leader of a group
+    # `timeout` makes itself the leader of a group. Until then, bash would lose a signal to it.
+    until kill -- "-$process" 2>/dev/null || ! kill -0 "$process" 2>/dev/null; do sleep 0.05; done
     wait "$process"
   done
   exit 143
@@ -62,7 +63,7 @@ check() {
 
 check 3 vit_b16
 check 2 slots waits graphs memory
-stage 200 "real images" python3 benchmarks/gpu_check/real_images.py "$kit/shards" \
+stage 200 "real images" python3 benchmarks/gpu_check/photos.py "$kit/shards" \
   --out "$out" --device "$device" --epochs "${EPOCHS:-30}"
 if [[ $device == cuda ]]; then
   check 2 vit_l16 vit_h14

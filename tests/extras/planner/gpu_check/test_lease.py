@@ -96,10 +96,10 @@ def test_a_killed_training_on_images_ends_with_the_bits_of_an_undisturbed_one(tm
     arguments = (shards, "--out", out, "--device", "cpu", "--epochs", "8", "--workers", "1")
     # 48 steps. The run is killed at step 24 or later, and saves every third step.
     overrides = (*TINY, "checkpoint.every_steps=3")
-    done = run(str(FOLDER / "real_images.py"), *arguments, *overrides, timeout_s=1500)
+    done = run(str(FOLDER / "photos.py"), *arguments, *overrides, timeout_s=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the killed run ends with the bits of the undisturbed run" in done.stdout
-    results = json.loads((out / "real_images.json").read_text())
+    results = json.loads((out / "photos.json").read_text())
     assert results["killed"]["restarts"] == 1
     assert len(results["undisturbed"]["top1"]) == 8
-    assert (out / "real_images_killed.jsonl").exists()
+    assert (out / "photos_killed.jsonl").exists()

@@ -1,12 +1,12 @@
 """Train a small ViT on real images twice. One run is undisturbed, and the other run is killed in
 the middle and resumed.
 
-    python benchmarks/gpu_check/real_images.py SHARDS --out FOLDER
-    python benchmarks/gpu_check/real_images.py SHARDS --out FOLDER --device cpu --epochs 2
+    python benchmarks/gpu_check/photos.py SHARDS --out FOLDER
+    python benchmarks/gpu_check/photos.py SHARDS --out FOLDER --device cpu --epochs 2
 
 The recipe is small/distributed_vit_cifar10, applied to all images in SHARDS. With
 `train.deterministic`, both runs must end with bit-identical weights. The result of each run is
-written to FOLDER/real_images.json when the run ends, and its metrics are copied to FOLDER. The exit
+written to FOLDER/photos.json when the run ends, and its metrics are copied to FOLDER. The exit
 status is 1 if the weights differ, 2 after a user mistake, and 0 otherwise.
 """
 
@@ -55,8 +55,8 @@ def main() -> None:
         for name in ("undisturbed", "killed"):
             run_dir = place.folder / name
             results[name] = train(place, run_dir, kill=name == "killed")
-            shutil.copy(run_dir / METRICS_FILE, args.out / f"real_images_{name}.jsonl")
-            with replacing(args.out / "real_images.json") as file:
+            shutil.copy(run_dir / METRICS_FILE, args.out / f"photos_{name}.jsonl")
+            with replacing(args.out / "photos.json") as file:
                 file.write((json.dumps(results, indent=1) + "\n").encode())
             print(f"{name}: {describe(results[name])}", flush=True)
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 def read_command_line() -> Namespace:
     """Parse the command line. Raises ValueError for mistakes."""
-    parser = Parser("python benchmarks/gpu_check/real_images.py", __doc__)
+    parser = Parser("python benchmarks/gpu_check/photos.py", __doc__)
     parser.add_argument("shards", type=Path, metavar="SHARDS", help="a folder of `make lease-kit`")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
