@@ -117,8 +117,9 @@ def test_training_reports_waits_for_data_and_records_the_rate_of_the_loader(
 
 DAY_S = 24 * 3600
 ADVICE = (
-    "note: configs/small/cifar10.yaml and configs/demo.yaml are meant for CPUs, and"
-    " configs/photos.yaml fine-tunes published weights, which takes far fewer steps"
+    "note: configs/small/cifar10.yaml, configs/photos_scratch.yaml and configs/demo.yaml"
+    " are meant for CPUs, and configs/photos.yaml fine-tunes published weights, which takes far"
+    " fewer steps"
 )
 
 

@@ -370,8 +370,9 @@ class Monitor:
         )
         if left_s > LONG_ON_CPU_S and self.run.world.device.type == "cpu":
             self.run.record.log(
-                "note: configs/small/cifar10.yaml and configs/demo.yaml are meant for CPUs, and"
-                " configs/photos.yaml fine-tunes published weights, which takes far fewer steps"
+                "note: configs/small/cifar10.yaml, configs/photos_scratch.yaml and"
+                " configs/demo.yaml are meant for CPUs, and configs/photos.yaml fine-tunes"
+                " published weights, which takes far fewer steps"
             )
 
     def _advise(
