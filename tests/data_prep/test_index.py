@@ -36,8 +36,7 @@ def test_foreign_shards_become_readable(foreign, capsys):
     assert main([str(foreign), "--workers", "2"]) == 0
     assert tars(foreign) == before
     assert (
-        "train: 12 samples in 3 shards\nvalidation: 4 samples in 1 shard"
-        in capsys.readouterr().out
+        "train: 12 samples in 3 shards\nvalidation: 4 samples in 1 shard" in capsys.readouterr().out
     )
     train = open_split(foreign, "train")
     validation = open_split(foreign, "validation")

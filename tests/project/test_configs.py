@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +91,16 @@ TABLES = {
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
+
+
+def all_sizes(paths: Iterable[Path]) -> list[Any]:
+    """Return recipes as parameters of a test that only `make test-all` runs for all sizes."""
+    return [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.full] * ("b16" not in path.stem))
+        for path in paths
+    ]
+
+
 # In addition to the settings of its source, a recipe may set paths, hardware options, and the
 # frequency of logs and evaluations. Recipes without a source in this file are tested in
 # tests/extras/recipes/test_shipped.py.
@@ -156,13 +168,7 @@ def test_a_recipe_has_exactly_the_values_in_the_table_of_its_source(path):
     assert keys <= table.keys() | OURS, "these values have no source"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.full] * ("h14" in path.stem))
-        for path in PUBLISHED
-    ],
-)
+@pytest.mark.parametrize("path", all_sizes(PUBLISHED))
 def test_derived_values_in_a_header_follow_from_the_recipe(path):
     """The header of a recipe contains the number of steps on ImageNet, and the hours and memory
     that `launch/plan.py` predicts for 8 H200 GPUs."""
@@ -257,9 +263,9 @@ def bases(tmp_path_factory, shards):
     return base
 
 
-@pytest.mark.parametrize("name", [path.stem for path in PUBLISHED if path not in FINETUNED])
-def test_a_small_recipe_trains_and_is_evaluated(name, bases):
-    folder = bases(name)
+@pytest.mark.parametrize("path", all_sizes(path for path in PUBLISHED if path not in FINETUNED))
+def test_a_small_recipe_trains_and_is_evaluated(path, bases):
+    folder = bases(path.stem)
     losses = [line["loss"] for line in metrics(folder, "train")]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(1.0986, abs=2e-3), (
@@ -269,7 +275,7 @@ def test_a_small_recipe_trains_and_is_evaluated(name, bases):
     assert last["num_images"] == last["num_images_ema"] == 23
 
 
-@pytest.mark.parametrize("path", FINETUNED, ids=recipe_name)
+@pytest.mark.parametrize("path", all_sizes(FINETUNED))
 def test_a_small_recipe_is_finetuned_from_its_base(path, bases, tmp_path, shards, capsys):
     base = bases(path.stem.partition("_ft")[0])
     overrides = [
