@@ -105,7 +105,7 @@ def as_text(model_name: str, forecast: Forecast, args: Namespace) -> str:
         "end to end": f"{_time(end_to_end_h, num_gpus)}: complete runs took {factors} times as long"
         f" as their computation ({forecast.end_to_end.source}){limited}",
         "cores": f"{_range(forecast.cores_per_gpu)} per GPU, or decoding is the bottleneck"
-        f" ({IMAGES_PER_CORE_S:,} images/s per core from shards at 116 kB an image, measured)",
+        f" ({IMAGES_PER_CORE_S:,} images/s per core from shards at 110 kB an image, measured)",
         "host": _host(forecast),
         "disk": _disk(forecast),
     }

@@ -38,9 +38,9 @@ buffers."""
 USABLE_SHARE = 0.95
 """The estimated usable fraction of the remaining memory. The allocator cannot fill every gap
 between tensors."""
-IMAGES_PER_CORE_S = 1034
-"""The number of 116 kB images per second that one Intel Xeon core decodes for training at 224 px
-(benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
+IMAGES_PER_CORE_S = 899
+"""The number of ImageNet's photographs (110 kB on average) per second that one Intel Xeon core
+decodes for training at 224 px (benchmarks/results/2026-11-30-loader-photos-intel-xeon.md)."""
 SHARD_BYTES_PER_IMAGE = 122_000
 """The average size of a stored image. ImageNet's shards take 156 GB (docs/data.md)."""
 GPUS_PER_HOST = 8
