@@ -344,14 +344,15 @@ def main() -> None:
     work = Work(args.work.absolute())
     work.folder.mkdir(parents=True, exist_ok=True)
     cifar, tiny = args.cifar.absolute(), args.tiny.absolute()
+    from_csv = "those of the author" if args.jpegs else "these and the published ones"
     report = {
         "machine": machine(work.folder, ["torch", "torchvision"]),
         "data": "CIFAR-10 and Tiny-ImageNet at 32 px. CIFAR-10 was read as JPEGs of quality 95"
         " without chroma subsampling, made from PNGs, except for the curves named q75"
-        " (JPEGs of quality 75 with 4:2:0 chroma): these and the published ones come from"
+        f" (JPEGs of quality 75 with 4:2:0 chroma): {from_csv} come from"
         " inputs/distributed_vit_cifar10.csv. The loss of small/cifar10 is not comparable, because"
-        " its images are mixed, and it is evaluated at 32 px, also while it trains at 24 px."
-        " FILE.json has the commands. One run each, but pretraining with several seeds.",
+        " its images are mixed. This recipe is evaluated at 32 px, also while it trains at 24 px."
+        " The .json file has the commands. One run each, but pretraining with several seeds.",
         "rounds": args.seeds,
         "load": os.getloadavg()[0],
         "published": compare_with_published(work, cifar, args.jpegs),

@@ -204,7 +204,7 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
 }
 
 
-SLOWEST = "nothing that `launch/bench.py` may try fits"  # 20 seconds; the next row is similar
+SLOWEST = "nothing that `launch/bench.py` may try fits"  # takes 20 seconds
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_messages_about_mistakes_contain_no_secret(web, place):
         assert leaks(place, done.stdout, done.stderr) == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_index_of_shards_at_an_address_with_a_login(web, place):
     web.login = f"me:{PASSWORD}"
     web.signature = f"X-Amz-Credential=AKIA&X-Amz-Signature={SIGNATURE}"

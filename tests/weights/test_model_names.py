@@ -92,7 +92,7 @@ def test_the_model_of_maes_and_torchvisions_own_checkpoints_is_read(
     assert (*published.image_size, cover, published.interpolation) == (side, side, *view[1:])
 
 
-@pytest.mark.full  # three ViT-B
+@pytest.mark.slow
 def test_a_checkpoint_of_maes_fine_tuning_has_timms_logits(tmp_path):
     network = timm.create_model("vit_base_patch16_224", global_pool="avg", num_classes=5).eval()
     args = argparse.Namespace(model="vit_base_patch16", input_size=224, global_pool=True)
